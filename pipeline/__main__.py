@@ -1,0 +1,148 @@
+"""`python -m pipeline STAGE[@KEY] name=path ...`: params.yaml -> sections, arguments -> paths, then the stage's run().
+
+A stage is `pipeline/stages/STAGE.py` with one public `run`: its dataclass-typed arguments are config sections, its
+`Path`-typed ones are the name=path arguments, `key` is what follows the @. What it returns is written, with its
+provenance, to `metrics=path`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import os
+import resource
+import signal
+import sys
+import time
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pipeline import config, provenance
+
+STAGES_DIR = Path(__file__).parent / "stages"
+SECTION_NAMES = {hint: name for name, hint in typing.get_type_hints(config.Params).items()}
+
+
+def stage_names() -> list[str]:
+    return sorted(p.stem for p in STAGES_DIR.glob("*.py") if p.stem != "__init__")
+
+
+def arguments_of(run: Any) -> tuple[dict[str, Any], dict[str, bool], bool]:
+    """Sections (name -> type), paths (name -> required) and whether `key` is taken, read off a stage's signature."""
+    hints = typing.get_type_hints(run)
+    sections: dict[str, Any] = {}
+    paths: dict[str, bool] = {}
+    for name, parameter in inspect.signature(run).parameters.items():
+        hint = hints[name]
+        if hint is Path or Path in typing.get_args(hint):
+            paths[name] = parameter.default is inspect.Parameter.empty
+        elif name != "key":
+            sections[name] = hint
+    return sections, paths, "key" in hints
+
+
+def select_sections(sections: dict[str, Any], params: config.Params, key: str | None) -> dict[str, Any]:
+    """The config sections a stage asks for; a QuantizeMethod is params.quantize[key]."""
+    chosen: dict[str, Any] = {}
+    for name, hint in sections.items():
+        if hint is config.QuantizeMethod:
+            if key not in params.quantize:
+                known = ", ".join(params.quantize)
+                raise config.ConfigError(f"quantize.{key}: no such section; known: {known}")
+            chosen[name] = params.quantize[key]
+        else:
+            chosen[name] = getattr(params, name)
+    return chosen
+
+
+def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: config.Params) -> dict[str, Any]:
+    """Run one stage and return its record: provenance, cost and metrics. `paths` may hold `metrics`."""
+    run = importlib.import_module(f"pipeline.stages.{stage}").run
+    sections, path_names, takes_key = arguments_of(run)
+    metrics_path = paths.pop("metrics", None)
+    for name in sorted(set(paths) - set(path_names)):
+        raise config.ConfigError(f"{stage}: unknown path {name!r}; it takes {', '.join(path_names)} and metrics")
+    for name in sorted(n for n, required in path_names.items() if required and n not in paths):
+        raise config.ConfigError(f"{stage}: path {name!r} is missing; give {name}=PATH")
+    chosen = select_sections(sections, params, key)
+    inputs = {n: provenance.tree_sha256(p) for n, p in paths.items() if not n.startswith("out") and p.exists()}
+    started = time.monotonic()
+    metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
+    plain_sections = provenance.finite(chosen)
+    record = {
+        "stage": stage,
+        "key": key,
+        "metrics": metrics,
+        "cost": {"wall_s": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()},
+        "provenance": {
+            "git": provenance.git_revision(Path.cwd()),
+            "inputs": inputs,
+            "sections": plain_sections,
+            "sections_sha256": provenance.json_sha256(plain_sections),
+            "versions": provenance.versions(),
+        },
+    }
+    if metrics_path is not None:
+        provenance.write_json(metrics_path, record)
+    return record
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process or of a finished child, whichever is greater (Linux: ru_maxrss in KiB)."""
+    return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def parse_arguments(argv: list[str]) -> tuple[str, str | None, dict[str, Path], Path]:
+    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__.split("\n")[0])
+    parser.add_argument("stage", metavar="STAGE[@KEY]", help=", ".join(stage_names()))
+    parser.add_argument("paths", nargs="*", metavar="name=path")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="compiled config")
+    args = parser.parse_args(argv)
+    stage, _, key = args.stage.partition("@")
+    if stage not in stage_names():
+        raise config.ConfigError(f"{stage}: no such stage; known: {', '.join(stage_names())}")
+    paths: dict[str, Path] = {}
+    for item in args.paths:
+        name, equals, path = item.partition("=")
+        if not equals or not path:
+            raise config.ConfigError(f"{item}: not of the form name=path")
+        paths[name] = Path(path)
+    return stage, key or None, paths, args.params
+
+
+def main(argv: list[str] | None = None) -> int:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)
+        run_stage(stage, key, paths, config.load(params_path))
+    except (ValueError, OSError, MemoryError) as e:
+        if os.environ.get("PIPELINE_TRACEBACK"):
+            raise
+        print(f"error: {one_line(e)}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing half-written was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    for secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        with contextlib.suppress(KeyError):
+            text = text.replace(os.environ[secret], "***") if os.environ[secret] else text
+    return text
+
+
+def _terminate(signum: int, frame: types.FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

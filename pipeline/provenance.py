@@ -1,0 +1,121 @@
+"""Where a result comes from (code, inputs, packages, device), and writing it whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "datasets", "llmcompressor", "compressed-tensors", "lm-eval", "numpy")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def tree_sha256(path: Path) -> str:
+    """Hash of a file, or of a folder: relative names and contents of all files, in sorted order."""
+    if path.is_file():
+        return file_sha256(path)
+    digest = hashlib.sha256()
+    for p in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest.update(f"{p.relative_to(path).as_posix()}\0{file_sha256(p)}\n".encode())
+    return digest.hexdigest()
+
+
+def json_sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def git_revision(root: Path) -> dict[str, Any]:
+    """`commit` (null outside a repository) and `dirty`: tracked code or config differs from that commit."""
+
+    def git(*args: str) -> str | None:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "pipeline", "conf", "evals", "params.yaml")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+    except FileNotFoundError:
+        return {"commit": None, "dirty": None}
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON data: dataclasses and paths unfolded, non-finite numbers null (strict JSON has neither)."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return finite(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, Path):
+        return value.as_posix()
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write strict JSON atomically: readers see the old file or the whole new one."""
+    write_text(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError naming the file when it is absent or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: not found; run `dvc repro` to produce it") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path}: not JSON ({e}); delete it and run `dvc repro`") from None
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A fresh folder beside `out` that takes its place when the block ends well, and vanishes otherwise."""
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if out.exists():
+            shutil.rmtree(out)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
