@@ -1,0 +1,76 @@
+"""A causal language model as the generate loop sees it: new tokens in, logits out, a cache that rolls back.
+
+Legend: T tokens, V vocabulary. Batch is 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.engine.cache import Cache, ContextFull
+
+
+class Decoder:
+    """Wraps a transformers causal LM whose linear layers may be ours (engine `hf`)."""
+
+    engine = "hf"
+
+    def __init__(self, module: nn.Module, max_positions: int) -> None:
+        self.module = module.eval().requires_grad_(False)
+        self.max_positions = max_positions
+        self.config: Any = module.config
+        embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+        self.device: torch.device = embedding.weight.device
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.vocab_size: int = embedding.num_embeddings
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for `capacity` tokens. Raises ContextFull when the model's context is shorter."""
+        if capacity > self.max_positions:
+            raise ContextFull(
+                f"{capacity} tokens do not fit in the model's context of {self.max_positions}; "
+                f"shorten the prompt or the answer"
+            )
+        return Cache(self.config.get_text_config().num_hidden_layers, capacity)
+
+    @torch.inference_mode()
+    def forward(self, ids_T: torch.Tensor, cache: Cache, last_only: bool = False) -> torch.Tensor:
+        """Append T tokens at `cache.length`; returns logits_TV (logits_1V with `last_only`, as after a prompt).
+
+        Raises ContextFull, with the cache unchanged, when they do not fit.
+        """
+        if cache.length + len(ids_T) > cache.capacity:
+            raise ContextFull(f"{cache.length} + {len(ids_T)} tokens do not fit in a cache of {cache.capacity}")
+        out = self.module(
+            input_ids=ids_T[None],
+            past_key_values=cache.as_transformers,
+            use_cache=True,
+            logits_to_keep=1 if last_only else 0,
+        )
+        logits_TV: torch.Tensor = out.logits[0]
+        return logits_TV
+
+    def describe(self) -> dict[str, Any]:
+        """What really runs, read back from the loaded objects."""
+        linears = [m for m in self.module.modules() if isinstance(m, nn.Linear) or hasattr(m, "kernel")]
+        kernels = Counter(str(getattr(m, "kernel", type(m).__name__)) for m in linears)
+        return {
+            "engine": self.engine,
+            "architecture": type(self.module).__name__,
+            "weights_dtype": str(self.dtype).removeprefix("torch."),
+            "activations_dtype": str(self.dtype).removeprefix("torch."),
+            "kernels": dict(sorted(kernels.items())),
+            "compiled": False,
+            "threads": torch.get_num_threads(),
+            "device": str(self.device),
+        }
+
+    def cache_bytes_per_token(self) -> int:
+        """Bytes that one position takes in all layers, measured on a one-token cache."""
+        cache = self.new_cache(1)
+        self.forward(torch.zeros(1, dtype=torch.long, device=self.device), cache)
+        return cache.nbytes

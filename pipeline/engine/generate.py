@@ -1,0 +1,144 @@
+"""One loop for plain and speculative decoding, with exact accounting.
+
+The prompt's forward gives the first token (`ttft_s`); each round after it drafts up to `draft_len` tokens (0 = plain
+decoding), verifies them in one target forward over the last committed token and the drafted ones, and keeps the
+accepted prefix and one token of the target's own. Legend: K drafted, M = K + 1 verified positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from pipeline.engine.accept import accept_greedy, accept_sampled
+from pipeline.engine.cache import Cache, ContextFull
+from pipeline.engine.decoder import Decoder
+from pipeline.engine.propose import Proposer
+from pipeline.engine.sample import Sampling, distribution, draw
+
+
+@dataclass(frozen=True)
+class Round:
+    """drafted: tokens proposed; accepted: those of them that stand in the answer."""
+
+    drafted: int
+    accepted: int
+
+
+@dataclass
+class Generation:
+    """`ids`: the new tokens, an end token included. `stop`: end | length | context (no room for another token).
+
+    Identity: len(ids) = 1 + sum(accepted) + len(rounds) - cut, where the 1 is the prompt's own token and `cut` is 1
+    when the last round ended inside its drafted tokens, so that its own token was not added, and 0 otherwise.
+    """
+
+    ids: list[int]
+    rounds: list[Round] = field(default_factory=list)
+    cut: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    stop: str = "length"
+
+
+def generate(
+    target: Decoder,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    end_ids: frozenset[int],
+    proposer: Proposer | None,
+    draft_len: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+    ignore_end: bool,
+) -> Generation:
+    """Continue `prompt_ids` by at most `max_new_tokens`. `generator` lives on the target's device (None if greedy).
+
+    Near the context's limit of target or draft, fewer tokens are drafted, and plain steps end the answer. Raises
+    ContextFull when the prompt leaves no room for one token, ValueError when it is empty.
+    """
+    if not prompt_ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(prompt_ids) >= target.max_positions:
+        raise ContextFull(
+            f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {target.max_positions}; shorten it"
+        )
+    assert (draft_len == 0) == (proposer is None)
+    stop_ids = frozenset() if ignore_end else end_ids
+    capacity = min(len(prompt_ids) + max_new_tokens + draft_len + 1, target.max_positions)
+    cache = target.new_cache(capacity)
+    if proposer is not None:
+        proposer.start(capacity)
+    started = time.perf_counter()
+    logits_1V = target.forward(torch.tensor(prompt_ids, device=target.device), cache, last_only=True)
+    first_1 = logits_1V.argmax(-1) if sampling.greedy else draw(distribution(logits_1V, sampling), generator)
+    committed = [*prompt_ids, int(first_1)]
+    now = time.perf_counter()
+    out = Generation(ids=[], ttft_s=now - started)
+    if committed[-1] in stop_ids:
+        out.stop = "end"
+    while out.stop != "end" and len(committed) - len(prompt_ids) < max_new_tokens:
+        if cache.length == cache.capacity:
+            out.stop = "context"
+            break
+        k = 0
+        if proposer is not None:
+            k = min(draft_len, cache.capacity - cache.length - 1, proposer.room(len(committed)))
+        emitted, drafted, accepted = _round(target, cache, committed, proposer, k, sampling, generator)
+        room = max_new_tokens - (len(committed) - len(prompt_ids))
+        kept = _cut(emitted, stop_ids, room)
+        if kept[-1] in stop_ids:
+            out.stop = "end"
+        out.rounds.append(Round(drafted, min(accepted, len(kept))))
+        out.cut = 1 if len(kept) <= accepted else 0
+        committed += kept
+        cache.rollback(len(committed) - 1)
+    out.decode_s = time.perf_counter() - now
+    out.ids = committed[len(prompt_ids) :]
+    assert len(out.ids) == 1 + sum(r.accepted for r in out.rounds) + len(out.rounds) - out.cut
+    return out
+
+
+def _round(
+    target: Decoder,
+    cache: Cache,
+    committed: list[int],
+    proposer: Proposer | None,
+    k: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> tuple[list[int], int, int]:
+    """One round: (tokens emitted before any cut, drafted, accepted)."""
+    last_1 = torch.tensor(committed[-1:], device=target.device)
+    if proposer is None or k <= 0:
+        logits_1V = target.forward(last_1, cache)
+        token_1 = logits_1V.argmax(-1) if sampling.greedy else draw(distribution(logits_1V, sampling), generator)
+        return [int(token_1)], 0, 0
+    proposal = proposer.propose(committed, k, sampling, generator)
+    drafted_K = proposal.ids_K.to(target.device)
+    logits_MV = target.forward(torch.cat([last_1, drafted_K]), cache)
+    if sampling.greedy:
+        # one transfer a round: the target's choices and the drafted tokens together
+        both = torch.cat([logits_MV.argmax(-1), drafted_K]).tolist()
+        choices, drafted = both[: len(drafted_K) + 1], both[len(drafted_K) + 1 :]
+        accepted, token = accept_greedy(drafted, choices)
+    else:
+        assert proposal.probs_KV is not None
+        uniforms_K = torch.rand(len(drafted_K), device=target.device, generator=generator)
+        probs_MV = distribution(logits_MV, sampling)
+        accepted, token = accept_sampled(
+            drafted_K, proposal.probs_KV.to(target.device), probs_MV, uniforms_K, generator
+        )
+        drafted = drafted_K.tolist()
+    return [*drafted[:accepted], token], len(drafted), accepted
+
+
+def _cut(emitted: list[int], stop_ids: frozenset[int], room: int) -> list[int]:
+    """Up to and including the first end token, and at most `room` tokens."""
+    for i, token in enumerate(emitted[:room]):
+        if token in stop_ids:
+            return emitted[: i + 1]
+    return emitted[:room]

@@ -1,0 +1,43 @@
+"""Tiny models shared by the tests: hidden 64, 2 layers, 4 heads, float32, CPU, made from a seed."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def make_decoder():
+    """make_decoder(seed, family, noise=0, **config): a Decoder over a random model; noise perturbs its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from pipeline.engine.decoder import Decoder
+
+    def make(seed: int = 0, family: str = "llama", noise: float = 0.0, **config):
+        shape = {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 128,
+            "max_position_embeddings": 256,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "initializer_range": 0.2,
+        } | config
+        torch.manual_seed(seed)
+        module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape), dtype=torch.float32)
+        if noise:
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.add_(noise * p.std() * torch.randn_like(p))
+        return Decoder(module, shape["max_position_embeddings"])
+
+    return make
