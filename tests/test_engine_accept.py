@@ -88,6 +88,4 @@ def test_filters_by_hand():
     # the smallest set with mass >= 0.65 is {0.4, 0.3}
     nucleus_V = torch.tensor([4 / 7, 3 / 7, 0, 0])
     torch.testing.assert_close(distribution(logits_1V, Sampling(1.0, None, 0.65))[0], nucleus_V)
-        distribution(logits_1V, Sampling(1.0, None, 0.65))[0], torch.tensor([4 / 7, 3 / 7, 0, 0])
-    )
     torch.testing.assert_close(distribution(logits_1V, Sampling(0.0, None, 1.0))[0], torch.tensor([1.0, 0, 0, 0]))
