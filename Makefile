@@ -1,0 +1,73 @@
+# `make repro` and `make test` do all the set-up themselves. Anything interrupted is finished by running it again.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+QUANTIZERS := envs/quantizers/.venv
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MLFLOW_DISABLE_TELEMETRY := true
+export DVC_NO_ANALYTICS := true
+
+.PHONY: help setup setup-quantizers params repro test test-fast smoke report ui plan lint clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+# A stamp is written last, so that a set-up which was interrupted starts again; pip skips what is already there.
+.venv/.ready: pyproject.toml constraints.txt
+	command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(QUANTIZERS)/.ready: envs/quantizers/requirements.lock
+	command -v python3.11 > /dev/null || { echo "error: auto-gptq needs Python 3.11; install it or set backend: llmcompressor (experiments: -S quantize=llmcompressor)" >&2; exit 1; }
+	python3.11 -m venv $(QUANTIZERS)
+	$(QUANTIZERS)/bin/pip install --quiet --requirement envs/quantizers/requirements.lock
+	touch $@
+
+setup: .venv/.ready ## the main environment, .venv
+
+setup-quantizers: $(QUANTIZERS)/.ready ## the environment of the two archived libraries
+
+params: setup ## compile conf/ into params.yaml
+	python -m pipeline.compile
+
+repro: setup ## the answer for the committed experiment: environments, all stages, the report
+	@! python -m pipeline.compile --needs-quantizers || $(MAKE) --no-print-directory setup-quantizers
+	dvc repro
+	@python -m pipeline.compile --verdict
+
+test: setup ## every test that this machine can run; what is skipped is listed with its reason
+	@$(MAKE) --no-print-directory setup-quantizers || echo "tests marked quantizers will be skipped"
+	pytest
+
+test-fast: setup ## the tests that take seconds
+	pytest -m "not slow and not quantizers and not servers and not gpu"
+
+smoke: setup ## the whole graph on a tiny random model, in artifacts/smoke
+	python -m pipeline.scratch artifacts/smoke experiment=smoke
+	@cd artifacts/smoke && python -m pipeline.compile --verdict
+
+report: setup ## write reports/ again from the results that are there
+	dvc repro --single-item report
+	@python -m pipeline.compile --verdict
+
+ui: setup ## MLflow on http://127.0.0.1:5000
+	mlflow ui --host 127.0.0.1 --backend-store-uri "$$(python -m pipeline.compile --tracking-uri)"
+
+plan: setup ## what an experiment needs: make plan EXPERIMENT=llama3_8b
+	@python -m pipeline.compile --plan $(if $(EXPERIMENT),experiment=$(EXPERIMENT))
+
+lint: setup ## ruff, mypy, and params.yaml against conf/
+	ruff check .
+	ruff format --check .
+	mypy
+	python -m pipeline.compile --check
+
+clean: ## remove results and caches (not the environments, not reports/)
+	rm -rf artifacts multirun outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis .dvc/cache .dvc/tmp
+	find . -name __pycache__ -not -path './.venv/*' -not -path './envs/*/.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,61 @@
+"""`python -m pipeline.scratch FOLDER [OVERRIDE ...]`: the whole graph for another experiment in a folder of its own.
+
+The folder holds a copy of what the graph reads (code, conf/, evals/, envs/, dvc.yaml) with params.yaml compiled from the overrides,
+a DVC repository without Git, and the results. Nothing in this repository changes. `make smoke` is this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline import config, provenance
+
+COPIED = ("pipeline", "conf", "evals", "dvc.yaml", "envs")
+NOT_COPIED = shutil.ignore_patterns("__pycache__", ".venv", "*.partial")
+
+
+def make(root: Path, folder: Path, overrides: list[str]) -> None:
+    """Lay the copy out in `folder`; results that lie there already stay, so that a run goes on where it stopped."""
+    text = config.compose(root / "conf", overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in COPIED:
+        source, target = root / name, folder / name
+        if source.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, ignore=NOT_COPIED, symlinks=True)
+        else:
+            shutil.copy2(source, target)
+    archived = root / "envs/quantizers/.venv"
+    if archived.exists():
+        (folder / "envs/quantizers/.venv").symlink_to(archived)
+    provenance.write_text(folder / "params.yaml", text)
+    if not (folder / ".dvc").exists():
+        subprocess.run(["dvc", "init", "--no-scm", "--quiet"], cwd=folder, check=True)
+
+
+def reproduce(folder: Path) -> int:
+    """`dvc repro` in `folder`; returns its exit code."""
+    environment = os.environ | {"PYTHONPATH": str(folder.resolve()), "DVC_NO_ANALYTICS": "true"}
+    return subprocess.run(["dvc", "repro"], cwd=folder, env=environment, check=False).returncode
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.scratch", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, such as experiment=smoke")
+    args = parser.parse_args(argv)
+    try:
+        make(Path.cwd(), args.folder, args.overrides)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return reproduce(args.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
