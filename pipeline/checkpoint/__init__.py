@@ -1,0 +1,1 @@
+"""Checkpoint folders in public formats, read into one form."""

@@ -1,0 +1,229 @@
+"""From a checkpoint folder of any format to a Decoder whose linear layers are ours.
+
+The transformers module is built empty, each linear layer is replaced as its weights are read, one tensor at a time,
+and every tensor of the file must find its place: a missing, left-over or misshapen one is an error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.checkpoint.files import CheckpointError
+from pipeline.checkpoint.packed import PackedLinear
+from pipeline.checkpoint.read import Checkpoint, located, read
+from pipeline.engine.decoder import Decoder
+from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, measure_dense_from
+from pipeline.engine.linear4 import quantized_linear
+
+DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
+RECOMPUTED = r"rotary_emb\.inv_freq$"  # buffers older exports stored and every model computes
+
+
+def load_decoder(
+    folder: Path,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    pack_head: bool,
+    trust_remote_code: bool,
+    dense_from: DenseFrom | None = None,
+) -> Decoder:
+    """A Decoder in eval mode on `device`, activations and unquantized weights in `dtype`.
+
+    `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes the rows from which each class of
+    linear layer uses a plain GEMM; None measures it here and now (a few ms), so give one process's `dense_from_of` to
+    the others. Raises CheckpointError for whatever in the folder does not fit together.
+    """
+    checkpoint = read(folder)
+    with located(folder):
+        module = empty_module(checkpoint, dtype, trust_remote_code)
+        _Filling(checkpoint, module, dtype, device).fill()
+        max_positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+        if max_positions is None:
+            raise CheckpointError("config.json: no max_position_embeddings; add the longest context of the model")
+        if pack_head:
+            _pack_head(module, dtype)
+    set_dense_from(module, measured_dense_from(module, dtype) if dense_from is None else dense_from)
+    return Decoder(module, max_positions)
+
+
+def empty_module(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """The transformers causal LM of config.json with parameters on the meta device and buffers computed."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # transformers is not to look for the quantizer
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+            )
+    except (ValueError, KeyError, OSError) as e:
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: transformers refuses it ({e})") from e
+
+
+class _Filling:
+    """One pass over an empty module and a checkpoint's tensors, keeping account of those that found a place."""
+
+    def __init__(self, checkpoint: Checkpoint, module: Any, dtype: torch.dtype, device: str) -> None:
+        self.checkpoint, self.module, self.dtype, self.device = checkpoint, module, dtype, device
+        self.unused = {*checkpoint.tensors, *checkpoint.linears}
+        self.base = f"{module.base_model_prefix}."
+        tied = module.all_tied_weights_keys
+        self.tied: dict[str, str] = tied if module.config.get_text_config().tie_word_embeddings else {}
+
+    def fill(self) -> None:
+        for name, layer in list(self.module.named_modules()):
+            if type(layer) is nn.Linear and f"{name}.weight" not in self.tied:
+                self.module.set_submodule(name, self._linear(name, layer))
+            elif self._stored(name) in self.checkpoint.linears:
+                raise CheckpointError(
+                    f"{name}: quantized, but a {type(layer).__name__}, whose weight is transposed or tied, is read in "
+                    f"full precision only; leave such layers out when quantizing"
+                )
+        for name, place in list(self.module.state_dict(keep_vars=True).items()):
+            in_file = self._stored(name) in self.unused  # a persistent buffer may be in the file or computed
+            if name not in self.tied and (place.device.type == "meta" or in_file):
+                self._assign(name, self._tensor(name, tuple(place.shape), place.dtype))
+        self._tie()
+        ignored = [RECOMPUTED, *(self.module._keys_to_ignore_on_load_unexpected or [])]
+        left = sorted(n for n in self.unused if not any(re.search(pattern, n) for pattern in ignored))
+        if left:
+            raise CheckpointError(
+                f"{left[0]}: in the file, but {type(self.module).__name__} has no such tensor "
+                f"({len(left)} left over); check config.json"
+            )
+        self.module.to(self.device)
+
+    def _stored(self, name: str) -> str:
+        """The name in the file, which may lack the base model's prefix."""
+        known = (self.checkpoint.tensors, self.checkpoint.linears)
+        return name if any(name in k for k in known) else name.removeprefix(self.base)
+
+    def _linear(self, name: str, layer: nn.Linear) -> PackedWeight:
+        stored = self._stored(name)
+        if stored in self.checkpoint.linears:
+            self.unused.discard(stored)
+            return self._packed(stored, self.checkpoint.linears[stored], layer)
+        weight_NK = self._tensor(f"{name}.weight", tuple(layer.weight.shape), self.dtype)
+        bias_N = self._tensor(f"{name}.bias", (layer.out_features,), self.dtype) if layer.bias is not None else None
+        return FullLinear(nn.Parameter(weight_NK, requires_grad=False), bias_N)
+
+    def _packed(self, name: str, packed: PackedLinear, layer: nn.Linear) -> PackedWeight:
+        due = (layer.out_features, layer.in_features)
+        if tuple(packed.codes_NK.shape) != due:
+            raise CheckpointError(f"{name}: {list(packed.codes_NK.shape)} codes, config.json implies {list(due)}")
+        bias_N = packed.bias_N
+        if layer.bias is None and bias_N is not None and bias_N.any():
+            raise CheckpointError(f"{name}.bias: in the file, but the model has none there; check config.json")
+        if layer.bias is not None and bias_N is None:
+            raise CheckpointError(f"{name}.bias: missing, but the model has one there; export the checkpoint again")
+        return quantized_linear(
+            packed.codes_NK,
+            packed.scales_NG,
+            packed.zeros_NG,
+            packed.group_index_K,
+            packed.bits,
+            packed.group_size,
+            bias_N if layer.bias is not None else None,
+            self.dtype,
+            self.device,
+        )
+
+    def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        stored = self._stored(name)
+        if stored not in self.checkpoint.tensors:
+            hint = (
+                "is the head tied? then set tie_word_embeddings to true" if self._is_head(name) else "export it again"
+            )
+            raise CheckpointError(f"{name}: not in the file; {hint}")
+        found = self.checkpoint.tensors.shape(stored)
+        if found != shape:
+            raise CheckpointError(
+                f"{name}: shape {list(found)}, but config.json implies {list(shape)}; they do not match"
+            )
+        self.unused.discard(stored)
+        tensor = self.checkpoint.tensors[stored]
+        return tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+
+    def _is_head(self, name: str) -> bool:
+        head = self.module.get_output_embeddings()
+        return head is not None and self.module.get_submodule(name.rpartition(".")[0]) is head
+
+    def _assign(self, name: str, tensor: torch.Tensor) -> None:
+        owner_name, _, leaf = name.rpartition(".")
+        owner = self.module.get_submodule(owner_name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
+
+    def _tie(self) -> None:
+        """Share tied weights; a copy in the file must equal its source, or the flag contradicts the file."""
+        for name, source in self.tied.items():
+            weight = self.module.get_parameter(source)
+            stored = self._stored(name)
+            if stored in self.checkpoint.tensors:
+                copy = self._tensor(name, tuple(weight.shape), weight.dtype)
+                if not torch.equal(copy, weight):
+                    raise CheckpointError(
+                        f"config.json: tie_word_embeddings is true, but {name} differs from {source}; set it to false"
+                    )
+            owner_name, _, leaf = name.rpartition(".")
+            owner = self.module.get_submodule(owner_name)
+            if type(owner) is nn.Linear:
+                self.module.set_submodule(owner_name, FullLinear(weight, self._tied_bias(owner_name, owner)))
+            else:
+                owner._parameters[leaf] = weight
+
+    def _tied_bias(self, name: str, layer: nn.Linear) -> torch.Tensor | None:
+        if layer.bias is None:
+            return None
+        return self._tensor(f"{name}.bias", (layer.out_features,), self.dtype)
+
+
+def _pack_head(module: Any, dtype: torch.dtype) -> None:
+    """Replace a full-precision output head by 8-bit codes (a tied embedding keeps its own weight)."""
+    head = module.get_output_embeddings()
+    if not isinstance(head, FullLinear):
+        return
+    packed = Int8Linear(head.weight, head.bias, dtype)
+    try:
+        packed(torch.zeros(1, head.in_features, dtype=dtype, device=head.device))
+    except RuntimeError as e:
+        raise CheckpointError(f"pack_head: torch has no int8 kernel here ({e}); set pack_head to false") from None
+    name = next(n for n, m in module.named_modules() if m is head)
+    module.set_submodule(name, packed)
+
+
+def measured_dense_from(module: nn.Module, dtype: torch.dtype) -> dict[str, int | None]:
+    """class -> rows, measured on the largest layer of each class that is not the head (or on the head)."""
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    size: Callable[[PackedWeight], tuple[bool, int]] = lambda m: (m is not head, m.out_features * m.in_features)  # noqa: E731
+    largest: dict[str, PackedWeight] = {}
+    for layer in module.modules():
+        if isinstance(layer, PackedWeight):
+            name = type(layer).__name__
+            largest[name] = max(largest.get(name, layer), layer, key=size)
+    with torch.inference_mode():
+        return {name: measure_dense_from(layer, dtype) for name, layer in sorted(largest.items())}
+
+
+def set_dense_from(module: nn.Module, dense_from: DenseFrom) -> None:
+    for layer in module.modules():
+        if isinstance(layer, PackedWeight):
+            layer.dense_from_rows = dense_from.get(type(layer).__name__) if layer.tiled else None
+
+
+def dense_from_of(decoder: Decoder) -> dict[str, int | None]:
+    """What a loaded decoder uses, to be given to `load_decoder` in another process."""
+    layers = (m for m in decoder.module.modules() if isinstance(m, PackedWeight))
+    return {type(m).__name__: m.dense_from_rows for m in layers}

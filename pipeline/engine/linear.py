@@ -1,0 +1,198 @@
+"""Linear layers that say which kernel runs: full precision, 8 bits, codes made dense on the fly (int4: `linear4`).
+
+Legend: M rows (tokens), N output channels, K input channels, G groups of K.
+
+Every class has two ways to compute y = x w^T + b: its native kernel, and, from `dense_from_rows` rows on, a plain GEMM
+on tiles of its weight (on a CPU in float32: kernels for few rows are bound by memory, and many CPUs multiply bfloat16
+slowly). Which one wins where is measured when a model is loaded (`measure_dense_from`) or given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROW_CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
+TIMING_REPEATS = 5
+CLEAR_WIN = 0.9  # of the native time
+TILE_WEIGHTS = 2**20  # weights made dense at a time: 4 MiB of float32
+HEAD_ROWS = 4096  # rows of a head rounded at a time: in float32 it would be the largest tensor of all
+
+
+class PackedWeight(nn.Module):
+    """A linear layer whose weight may be read in tiles. Not made directly: see the subclasses.
+
+    `forward` takes x of shape (..., K) and returns (..., N) in x's dtype.
+    """
+
+    bias: torch.Tensor | None
+    input_order_K: torch.Tensor | None  # act-order: columns of x in the order of the weight's
+
+    def __init__(self, out_features: int, in_features: int, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = out_features, in_features
+        self.dense_from_rows: int | None = None
+        self.register_buffer("bias", bias)
+        self.register_buffer("input_order_K", None)
+
+    @property
+    def kernel(self) -> str:
+        """The class and what decides its speed, for result files."""
+        switch = f" (dense from {self.dense_from_rows} rows)" if self.dense_from_rows is not None else ""
+        return f"{type(self).__name__}{switch}"
+
+    @property
+    def tiled(self) -> bool:
+        """Whether `tile`, and so `dense`, works here."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return next(t for t in (*self.parameters(), *self.buffers())).device
+
+    def native(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """y_MN without bias."""
+        raise NotImplementedError
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        """Rows start..stop of the weight, float32; `start` is a multiple of 64."""
+        raise NotImplementedError
+
+    def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """y_MN without bias, tile by tile. On a CPU in float32; elsewhere in x's dtype."""
+        compute = torch.float32 if x_MK.device.type == "cpu" else x_MK.dtype
+        rows = max(64, TILE_WEIGHTS // self.in_features // 64 * 64)
+        y_MN = x_MK.new_empty(len(x_MK), self.out_features)
+        wide_MK = x_MK.to(compute)
+        for start in range(0, self.out_features, rows):
+            stop = min(start + rows, self.out_features)
+            y_MN[:, start:stop] = F.linear(wide_MK, self.tile(start, stop).to(compute))
+        return y_MN
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_MK = x.reshape(-1, self.in_features)
+        if self.input_order_K is not None:
+            x_MK = x_MK[:, self.input_order_K]
+        many = self.dense_from_rows is not None and len(x_MK) >= self.dense_from_rows
+        y_MN = self.dense(x_MK) if many else self.native(x_MK)
+        if self.bias is not None:
+            y_MN = y_MN + self.bias
+        return y_MN.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.kernel}"
+
+
+class FullLinear(PackedWeight):
+    """A full-precision weight_NK, shared with whoever else holds it (tied heads)."""
+
+    def __init__(self, weight_NK: nn.Parameter, bias_N: torch.Tensor | None) -> None:
+        super().__init__(weight_NK.shape[0], weight_NK.shape[1], bias_N)
+        self.weight = weight_NK
+
+    def native(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_MK, self.weight)
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        return self.weight[start:stop].float()
+
+
+class Int8Linear(PackedWeight):
+    """A weight rounded to 8 bits with one scale a row, symmetric, by torch's int8 op: for output heads."""
+
+    codes_NK: torch.Tensor
+    scale_N: torch.Tensor
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight_NK.shape[0], weight_NK.shape[1], bias_N)
+        scale_N = weight_NK.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        scale_N = scale_N.to(dtype)
+        codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
+        for start in range(0, len(codes_NK), HEAD_ROWS):
+            rows = slice(start, start + HEAD_ROWS)
+            steps = weight_NK[rows].float() / scale_N[rows, None].float().clamp(min=torch.finfo(torch.float32).tiny)
+            codes_NK[rows] = steps.round().clamp(-127, 127).to(torch.int8)
+        self.register_buffer("codes_NK", codes_NK)
+        self.register_buffer("scale_N", scale_N)
+
+    def native(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int8pack_mm(x_MK.contiguous(), self.codes_NK, self.scale_N)
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        return self.codes_NK[start:stop].float() * self.scale_N[start:stop, None].float()
+
+
+class DequantLinear(PackedWeight):
+    """Codes of any width and group, made dense on every forward; `reason` says why no fast kernel takes them.
+
+    Memory: half a byte a weight up to 4 bits, a byte above, and one dense tile while it runs. Time: more than full
+    precision takes.
+    """
+
+    packed: torch.Tensor
+    scales_NG: torch.Tensor
+    zeros_NG: torch.Tensor
+    group_index_K: torch.Tensor
+
+    def __init__(
+        self,
+        codes_NK: torch.Tensor,
+        scales_NG: torch.Tensor,
+        zeros_NG: torch.Tensor,
+        group_index_K: torch.Tensor,
+        bits: int,
+        bias_N: torch.Tensor | None,
+        reason: str,
+    ) -> None:
+        super().__init__(codes_NK.shape[0], codes_NK.shape[1], bias_N)
+        self.bits, self.reason = bits, reason
+        self.half_K = -(-codes_NK.shape[1] // 2) if bits <= 4 else None  # column k shares a byte with k + half
+        if self.half_K is not None:
+            low, high = codes_NK[:, : self.half_K], codes_NK[:, self.half_K :]
+            codes_NK = low | F.pad(high, (0, self.half_K - high.shape[1])) << 4
+        self.register_buffer("packed", codes_NK.contiguous())
+        self.register_buffer("scales_NG", scales_NG)
+        self.register_buffer("zeros_NG", zeros_NG)
+        self.register_buffer("group_index_K", group_index_K)
+
+    def native(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return self.dense(x_MK)
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        codes = self.packed[start:stop]
+        if self.half_K is not None:
+            codes = torch.cat([codes & 15, codes >> 4], 1)[:, : self.in_features]
+        zeros, scales = (t[start:stop].float()[:, self.group_index_K] for t in (self.zeros_NG, self.scales_NG))
+        return (codes.float() - zeros).mul_(scales)
+
+    @property
+    def kernel(self) -> str:
+        return f"{type(self).__name__} ({self.bits}-bit: {self.reason})"
+
+
+def measure_dense_from(linear: PackedWeight, dtype: torch.dtype) -> int | None:
+    """Rows from which `dense` beats `native` on this machine, for one representative layer; None = never.
+
+    The smallest candidate that wins clearly, by the shortest of a few runs. On a CPU that multiplies `dtype` natively
+    and on a GPU the native path stays.
+    """
+    if linear.device.type != "cpu" or not linear.tiled or isinstance(linear, DequantLinear):
+        return None
+    for rows in ROW_CANDIDATES:
+        x_MK = torch.ones(rows, linear.in_features, dtype=dtype)
+        if _shortest_s(linear.dense, x_MK) < CLEAR_WIN * _shortest_s(linear.native, x_MK):
+            return rows
+    return None
+
+
+def _shortest_s(compute: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> float:
+    elapsed = []
+    for _ in range(TIMING_REPEATS):
+        started = time.perf_counter()
+        compute(x_MK)
+        elapsed.append(time.perf_counter() - started)
+    return min(elapsed)
