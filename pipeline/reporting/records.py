@@ -1,0 +1,82 @@
+"""The results a report is made of: one record a stage, checked to belong to the configuration at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import provenance
+
+TARGETS = ("base", "gptq", "awq")
+RECORDS = (
+    "fetch@target",
+    "fetch@corpus",
+    "calibrate",
+    "prompts",
+    "draft",
+    "quantize@gptq",
+    "quantize@awq",
+    "quantize@draft",
+    *(f"evaluate@{key}" for key in TARGETS),
+    *(f"speculate@{key}" for key in TARGETS),
+    "benchmark",
+)
+
+
+class StaleResults(ValueError):
+    """A result file that does not belong to the present params.yaml: names the file, the key and both values."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """Every stage's record by name (`evaluate@gptq`), and the machine's fingerprint."""
+
+    by_name: dict[str, dict[str, Any]]
+    environment: dict[str, Any]
+
+    def metrics(self, name: str) -> dict[str, Any]:
+        return self.by_name[name]["metrics"]
+
+    def per_target(self, stage: str) -> dict[str, dict[str, Any]]:
+        return {key: self.metrics(f"{stage}@{key}") for key in TARGETS}
+
+
+def load(results: Path, environment: Path, sections: dict[str, Any]) -> Records:
+    """Read RECORDS from the folder `results`, refusing what was made with other `sections` (name -> section).
+
+    Raises StaleResults, or ValueError when a file is absent or not JSON.
+    """
+    now = provenance.finite(sections)
+    by_name = read(results)
+    for name, record in by_name.items():
+        check_sections(results / f"{name}.json", record, now)
+    return Records(by_name, provenance.read_json(environment))
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """RECORDS by name, as they lie. Raises ValueError when a file is absent or not JSON."""
+    return {name: provenance.read_json(results / f"{name}.json") for name in RECORDS}
+
+
+def check_sections(path: Path, record: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises StaleResults when a section that the record was made with differs from the one in `now`."""
+    for name, then in record["provenance"]["sections"].items():
+        if name not in now:
+            continue
+        keyed = name == "quantize" and record.get("key") in now[name]
+        current = now[name][record["key"]] if keyed else now[name]
+        dotted = f"{name}.{record['key']}" if keyed else name
+        if difference := first_difference(then, current, dotted):
+            key, old, new = difference
+            raise StaleResults(f"{path}: made with {key}={old!r}, but params.yaml now has {new!r}; run `dvc repro`")
+
+
+def first_difference(then: Any, now: Any, path: str) -> tuple[str, Any, Any] | None:
+    """Dotted key and both values of the first leaf that differs; an absent key counts as None."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in [*then, *(k for k in now if k not in then)]:
+            if found := first_difference(then.get(key), now.get(key), f"{path}.{key}"):
+                return found
+        return None
+    return None if then == now else (path, then, now)

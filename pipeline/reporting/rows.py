@@ -1,0 +1,113 @@
+"""The six rows of the matrix: what was measured of each configuration, in one flat form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.measure.statistics import Interval
+from pipeline.measure.verdict import Judgement
+from pipeline.reporting.numbers import change_pct, interval_of, is_finite
+from pipeline.reporting.records import TARGETS, Records
+
+SPEEDS = ("ttft_ms", "tpot_ms", "decode_tok_per_s", "speedup")
+# a VOID row's speeds say nothing; those of a row measured under other conditions enter no ratio
+HIDDEN = {"VOID": SPEEDS, "NOT COMPARABLE": ("speedup",)}
+ARMS = tuple(arm for target in TARGETS for arm in (target, f"{target}_spec"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration. Quality is that of the target model: drafts never score."""
+
+    name: str
+    target: str
+    speculative: bool
+    draft_len: int
+    verdict: str
+    reasons: tuple[str, ...]
+    weight_bytes: int | None
+    draft_weight_bytes: int | None
+    peak_memory_bytes: int | None
+    ttft_ms: Interval | None
+    tpot_ms: Interval | None
+    decode_tok_per_s: Interval | None
+    speedup: Interval | None
+    acceptance_rate: float | None
+    lossless: str | None
+    token_ppl: float | None
+    delta_log_ppl: Interval | None
+    accuracy: float | None
+    accuracy_stderr: float | None
+    kl_nats_mean: float | None
+    top1_agreement: float | None
+    null_reasons: dict[str, str]
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """Weights that must be held: the target's and the draft's."""
+        return None if self.weight_bytes is None else self.weight_bytes + (self.draft_weight_bytes or 0)
+
+    @property
+    def ppl_increase_pct(self) -> Interval | None:
+        return None if self.delta_log_ppl is None else change_pct(self.delta_log_ppl)
+
+    def why_null(self, name: str) -> str:
+        return self.null_reasons.get(name, "not measured")
+
+
+def build(records: Records) -> dict[str, Row]:
+    """The rows by name, in the order of ARMS."""
+    arms = records.metrics("benchmark")["arms"]
+    evaluated, speculated = records.per_target("evaluate"), records.per_target("speculate")
+    rows = {}
+    for name in ARMS:
+        target = name.removesuffix("_spec")
+        rows[name] = _row(name, arms[name], evaluated, target, speculated[target])
+    return rows
+
+
+def _row(name: str, arm: dict[str, Any], evaluated: dict[str, Any], target: str, speculation: dict[str, Any]) -> Row:
+    memory, quality = arm["memory"], evaluated[target]
+    against = quality.get("against_base") or {}
+    speculative = name.endswith("_spec")
+    judgement = judge(arm, evaluated, target, speculation if speculative else None)
+    speeds = {n: interval_of(arm[n]) for n in SPEEDS}
+    hidden = HIDDEN.get(judgement.verdict, ())
+    return Row(
+        name=name,
+        target=target,
+        speculative=speculative,
+        draft_len=arm["draft_len"],
+        verdict=judgement.verdict,
+        reasons=tuple(judgement.reasons),
+        weight_bytes=memory["weight_bytes"],
+        draft_weight_bytes=memory["draft_weight_bytes"],
+        peak_memory_bytes=memory["peak_memory_bytes"],
+        **{n: None if n in hidden else iv for n, iv in speeds.items()},
+        acceptance_rate=_finite(arm["acceptance_rate"]) if speculative else None,
+        lossless=arm["lossless"]["grade"] if speculative else None,
+        token_ppl=_finite(quality["token_ppl"]["value"]),
+        delta_log_ppl=Interval(0.0, 0.0, 0.0) if target == "base" else interval_of(against.get("delta_log_ppl")),
+        accuracy=_finite(quality["acc_last_word"]),
+        accuracy_stderr=_finite(quality["acc_last_word_stderr"]),
+        kl_nats_mean=_finite(against.get("kl_nats_mean")),
+        top1_agreement=_finite(against.get("top1_agreement")),
+        null_reasons={**memory["null_reasons"], **dict.fromkeys(hidden, f"row is {judgement.verdict}")},
+    )
+
+
+def judge(arm: dict[str, Any], evaluated: dict[str, Any], target: str, speculation: dict[str, Any] | None) -> Judgement:
+    """The gravest of: the benchmark's verdict, unequal evaluation inputs, a speculation sweep that is VOID."""
+    judgement = Judgement(arm["verdict"], list(arm["reasons"]))
+    for name in ("task_hash", "bos"):
+        if evaluated[target].get(name) != evaluated["base"].get(name):
+            judgement.add("NOT COMPARABLE", f"evaluation's {name.replace('_', ' ')} differs from base's")
+    if speculation is not None and speculation["verdict"] == "VOID":
+        for reason in speculation["reasons"]:
+            judgement.add("VOID", reason)
+    return judgement
+
+
+def _finite(value: Any) -> Any:
+    return value if is_finite(value) else None

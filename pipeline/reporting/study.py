@@ -1,0 +1,46 @@
+"""Everything that the sections of a report draw on, gathered once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.measure.statistics import Interval
+from pipeline.reporting import rows
+from pipeline.reporting.numbers import interval_of
+from pipeline.reporting.recommendation import Recommendation, claimable, recommend
+from pipeline.reporting.records import Records
+from pipeline.reporting.rows import Row
+
+
+@dataclass(frozen=True)
+class Study:
+    """`config`: sections of params.yaml; `rows` in the order of the matrix; `figures`: their folder, as linked."""
+
+    config: SimpleNamespace
+    records: Records
+    rows: dict[str, Row]
+    noise_floor: Interval | None
+    recommendation: Recommendation
+    figures: str
+
+    @classmethod
+    def gather(cls, sections: dict[str, Any], records: Records, figures: str) -> Study:
+        config = SimpleNamespace(**sections)
+        built = rows.build(records)
+        noise_floor = interval_of(records.metrics("benchmark").get("noise_floor"))
+        chosen = recommend(built, config.report, noise_floor, config.benchmark.max_new_tokens)
+        return cls(config, records, built, noise_floor, chosen, figures)
+
+    @property
+    def choice(self) -> Row | None:
+        return self.rows[self.recommendation.choice] if self.recommendation.choice else None
+
+    @property
+    def floor(self) -> Interval:
+        return claimable(self.noise_floor)
+
+    @property
+    def arms(self) -> dict[str, Any]:
+        return self.records.metrics("benchmark")["arms"]

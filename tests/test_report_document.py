@@ -1,0 +1,216 @@
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_fixtures import PARAMS, sections_of, write_study
+
+from pipeline.reporting import document, figures, records, speed_sections
+from pipeline.reporting.study import Study
+from pipeline.stages import report
+
+ROOT = Path(__file__).parents[1]
+ARMS = ("base", "base_spec", "gptq", "gptq_spec", "awq", "awq_spec")
+
+
+def study_of(folder, **changes):
+    sections = sections_of(PARAMS)
+    return Study.gather(sections, records.load(*write_study(folder, PARAMS, **changes), sections), "figures")
+
+
+def text_of(folder, **changes):
+    return document.render(study_of(folder, **changes)).replace("\u00a0", " ")
+
+
+def write(folder, out):
+    results, environment = write_study(folder, PARAMS)
+    return report.run(
+        **sections_of(PARAMS),
+        results=results,
+        environment=environment,
+        out_report=out / "report.md",
+        out_metrics=out / "metrics.json",
+        out_figures=out / "figures",
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("reports")
+    write(tmp_path_factory.mktemp("results"), out)
+    return out
+
+
+def row_of(text, name):
+    """Cells of the matrix row `name`."""
+    line = next(li for li in text.splitlines() if li.startswith((f"| `{name}` ", f"| **`{name}`** ")))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def change_arm(name, **changes):
+    return {"benchmark": lambda metrics: metrics["arms"][name].update(changes)}
+
+
+def test_the_same_results_give_the_same_bytes(written, tmp_path):
+    write(tmp_path / "results", tmp_path / "reports")
+    names = sorted(p.relative_to(written) for p in written.rglob("*") if p.is_file())
+    assert len(names) == 2 + 2 * 4
+    for name in names:
+        assert (tmp_path / "reports" / name).read_bytes() == (written / name).read_bytes(), name
+
+
+def test_every_link_is_relative_and_leads_somewhere(written):
+    text = (written / "report.md").read_text()
+    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    assert len(links) == 2 * 4 + 1
+    for link in (a or b for a, b in links):
+        assert (written / link).is_file(), link
+
+
+def test_the_body_holds_no_path_time_or_python(written):
+    text = (written / "report.md").read_text()
+    assert not re.search(r"(?<![\w.])/(?:home|tmp|root|work|usr)/|\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d", text)
+    assert not re.search(r"\b(nan|inf|None|True|False)\b", text)
+    assert str(written) not in text
+
+
+def test_figures_have_no_date_and_a_theme_each(written):
+    for light in (written / "figures").glob("*-light.svg"):
+        dark = light.with_name(light.name.replace("light", "dark"))
+        assert "<dc:date>" not in light.read_text()
+        for color, replaced in figures.DARK.items():
+            assert color not in dark.read_text() and replaced not in light.read_text()
+        assert figures.INK in light.read_text() and figures.DARK[figures.INK] in dark.read_text()
+
+
+def test_first_lines_are_the_verdict_and_the_six_rows(written):
+    lines = [line for line in (written / "report.md").read_text().splitlines() if line]
+    assert lines[1].startswith("**Deploy `gptq`, plain decoding**: 1.88 (1.85–1.90) times the decode speed of `base`")
+    assert "speculation does not pay here: 0.89 (0.87–0.91) times the speed of plain decoding at K = 1." in lines[1]
+    assert [line.split("`")[1] for line in lines[4:10]] == list(ARMS)
+
+
+def test_metrics_hold_scalars_of_every_arm(written):
+    found = json.loads((written / "metrics.json").read_text(), parse_constant=lambda c: pytest.fail(c))
+    needed = (
+        "weight_bytes", "peak_memory_bytes", "ttft_ms", "tpot_ms", "decode_tok_per_s", "speedup", "token_ppl",
+        "acc_last_word", "kl_nats_mean", "lossless", "draft_len", "acceptance_rate", "verdict", "weight_ratio",
+    )  # fmt: skip
+    assert tuple(found["arms"]) == ARMS
+    for name, arm in found["arms"].items():
+        for key in needed:
+            assert key in arm, (name, key)
+            assert arm[key] is not None or key in arm["null_reasons"], (name, key)
+        assert arm["speedup_low"] <= arm["speedup"] <= arm["speedup_high"]
+    assert found["arms"]["base"]["kl_nats_mean"] is None
+    assert found["arms"]["gptq_spec"]["token_ppl"] == found["arms"]["gptq"]["token_ppl"]
+    assert found["arms"]["gptq_spec"]["weight_ratio"] == pytest.approx((114_200_000 + 61_000_000) / 269_030_016)
+    assert found["recommendation"]["choice"] == "gptq"
+    assert found["recommendation"]["verdict"].startswith("Deploy gptq, plain decoding: 1.88 ")
+    assert set(found["provenance"]) == set(records.RECORDS)
+
+
+def test_speculative_rows_never_show_a_perplexity_of_their_own(tmp_path):
+    text = text_of(tmp_path)
+    assert row_of(text, "gptq")[7] == "17.01"
+    assert row_of(text, "gptq_spec")[7:10] == ["= target", "=", "="]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "speed"), [("VOID", "n/a (VOID)"), ("NOT COMPARABLE", "62.5<br><sub>60.6–64.4</sub>")]
+)
+def test_a_row_that_says_nothing_shows_no_speed_and_enters_no_ratio(tmp_path, verdict, speed):
+    text = text_of(tmp_path, **change_arm("gptq", verdict=verdict, reasons=["it loops"]))
+    cells = row_of(text, "gptq")
+    assert (cells[5], cells[6], cells[-1]) == (speed, f"n/a ({verdict})", verdict)
+    assert "- `gptq`: it loops." in text
+    assert f"`gptq`: n/a (`gptq` is {verdict})" in text
+    assert "**Deploy `awq`, plain decoding**" in text
+
+
+def test_undecided_speculation_is_not_called_a_loss(tmp_path):
+    text = text_of(tmp_path, **change_arm("gptq_spec", verdict="UNDECIDED", reasons=["interval +-9 %, asked +-5 %"]))
+    assert "whether speculation pays is not known (`gptq_spec` is UNDECIDED)." in text
+    assert "does not pay" not in text
+
+
+def test_a_missing_peak_is_a_reason_never_zero(tmp_path):
+    def change(metrics):
+        memory = metrics["arms"]["awq"]["memory"]
+        memory |= {"peak_memory_bytes": None, "null_reasons": {"peak_memory_bytes": "cannot be reset here"}}
+
+    assert "n/a (cannot be reset here)" in text_of(tmp_path, benchmark=change)
+
+
+def test_other_evaluation_inputs_make_a_target_not_comparable(tmp_path):
+    found = study_of(tmp_path, evaluate__awq=lambda metrics: metrics.update(task_hash="another"))
+    assert {n for n, r in found.rows.items() if r.verdict == "NOT COMPARABLE"} == {"awq", "awq_spec"}
+    assert found.rows["awq"].reasons == ("evaluation's task hash differs from base's",)
+
+
+def test_a_void_sweep_voids_its_row(tmp_path):
+    def change(metrics):
+        metrics |= {"verdict": "VOID", "reasons": ["nothing was ever drafted"]}
+
+    found = study_of(tmp_path, speculate__base=change)
+    assert (found.rows["base_spec"].verdict, found.rows["base"].verdict) == ("VOID", "OK")
+
+
+def test_nothing_qualifies_is_said_first(tmp_path):
+    def change(metrics):
+        for name, arm in metrics["arms"].items():
+            arm |= {"verdict": "UNDECIDED", "reasons": [f"wide {name}"]}
+
+    text = text_of(tmp_path, benchmark=change)
+    assert text.splitlines()[2].startswith(
+        "**Nothing qualifies**: `base`: UNDECIDED: wide base; `base_spec`: UNDECIDED"
+    )
+    assert "The recommended row as settings" not in text
+
+
+def test_interaction_names_the_factor_by_hand(tmp_path):
+    """At K = 1: base emits 1.55 for 4.5 / 30 + 1.05 + 0.6 / 30; gptq's checking, 1.34, put in its place."""
+    base = 1.55 / (0.15 + 1.05 + 0.02)
+    with_checking = 1.55 / (0.15 + 1.34 + 0.02)
+    found = speed_sections.cause(study_of(tmp_path), "gptq")
+    assert f"checking × {with_checking / base:.2f}" in found
+
+
+def test_figure_names_are_pushed_apart_in_order():
+    assert figures.spread({"a": 1.0, "b": 1.01, "c": 3.0}, 0.2) == {"a": 1.0, "b": 1.2, "c": 3.0}
+
+
+def test_a_figure_without_intervals_still_has_its_points():
+    from pipeline.measure.statistics import Interval
+
+    assert figures.errors(Interval(1.0, math.nan, math.nan)) == [[0.0], [0.0]]
+
+
+def test_the_stage_loads_no_model_library_and_ends_with_the_verdict(tmp_path):
+    results, environment = write_study(tmp_path, PARAMS)
+    code = (
+        "import sys; from pipeline.__main__ import main; code = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'transformers', 'mlflow'} & set(sys.modules)), code)"
+    )
+    arguments = [
+        "report",
+        f"results={results}",
+        f"environment={environment}",
+        *(
+            f"out_{n}={tmp_path / 'out' / p}"
+            for n, p in {"report": "r.md", "metrics": "m.json", "figures": "f"}.items()
+        ),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    *_, verdict, where, modules = done.stdout.splitlines()
+    assert verdict.startswith("Deploy gptq, plain decoding: ")
+    assert where == f"Report: {tmp_path / 'out' / 'r.md'}"
+    assert modules == "[] 0", done.stderr
+    assert 'src="f/draft-length-light.svg"' in (tmp_path / "out" / "r.md").read_text()
