@@ -1,0 +1,169 @@
+"""What is measured: prompts, the draft that goes with a target, and the plain description of an arm.
+
+Nothing here loads a model, so that mistakes are found first and the process that drives others stays small.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline import provenance
+from pipeline.config import Runtime, Sampling
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """`kind`: as in draft.json; `folder` of its weights, or `ngram_max` for a lookup without any."""
+
+    kind: Literal["distill", "self", "ngram", "model"]
+    folder: str | None
+    ngram_max: int | None
+    pack_head: bool
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """What to load; plain values only, so that it can be sent to a worker as JSON."""
+
+    target: str
+    pack_head: bool
+    draft: DraftSpec | None
+    device: str
+    dtype: str
+    threads: int | None
+    trust_remote_code: bool
+    end_ids: list[int]
+    seed: int
+    dense_from: dict[str, int | None] | None  # measured when loading if None; one process's own for the others
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> ArmSpec:
+        draft = data["draft"]
+        return ArmSpec(**{**data, "draft": None if draft is None else DraftSpec(**draft)})
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How to generate: K, length limit, whether end tokens stop it, and how tokens are chosen."""
+
+    draft_len: int
+    max_new_tokens: int
+    ignore_end: bool
+    sampling: Sampling
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Ask:
+        return Ask(**{**data, "sampling": Sampling(**data["sampling"])})
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts by category, all with the same number of prompts; `sha256` of ids and tokens, to compare runs."""
+
+    by_category: dict[str, list[Prompt]]
+
+    @property
+    def all(self) -> list[Prompt]:
+        return [p for prompts in self.by_category.values() for p in prompts]
+
+    @property
+    def sha256(self) -> str:
+        return provenance.json_sha256([[p.id, p.category, p.ids] for p in self.all])
+
+    def block(self, index: int, per_category: int) -> list[Prompt]:
+        """Those of block `index`: `per_category` of each category, going round, so that all get their turn."""
+        chosen = []
+        for prompts in self.by_category.values():
+            first = index * per_category
+            chosen += [prompts[(first + i) % len(prompts)] for i in range(per_category)]
+        return chosen
+
+
+def read_prompts(path: Path, per_category: int, key: str) -> PromptSet:
+    """The first `per_category` evaluation prompts of each category. Raises ValueError when one has fewer.
+
+    `key`: the configuration key that asked for so many, for the message.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise ValueError(f"{path}: not found; run `dvc repro prompts` to produce it") from None
+    found: dict[str, list[Prompt]] = {}
+    for row in rows:
+        if row["split"] == "evaluation":
+            found.setdefault(row["category"], []).append(Prompt(row["id"], row["category"], row["input_ids"]))
+    if not found:
+        raise ValueError(f"{path}: no prompt is in the evaluation split; widen corpus.*.evaluation_documents")
+    for category, prompts in found.items():
+        if len(prompts) < per_category:
+            raise ValueError(
+                f"{key}: {per_category}, but category {category} of {path} has {len(prompts)} evaluation prompts; "
+                f"lower it or raise prompts.per_category"
+            )
+    return PromptSet({category: prompts[:per_category] for category, prompts in sorted(found.items())})
+
+
+def end_ids(checkpoint: Path) -> list[int]:
+    """End tokens of a model folder: generation_config.json, else config.json. Empty when the model names none."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint / name
+        found = provenance.read_json(path).get("eos_token_id") if path.exists() else None
+        if found is not None:
+            return sorted(found) if isinstance(found, list) else [found]
+    return []
+
+
+def pack_head(checkpoint: Path) -> bool:
+    """Whether the recipe beside a quantized checkpoint asks for a packed head; full-precision folders have none."""
+    path = checkpoint / "recipe.json"
+    return bool(path.exists() and provenance.read_json(path)["settings"]["pack_head"])
+
+
+def draft_for(key: str, draft: Path, quantized_draft: Path) -> tuple[DraftSpec | None, str | None]:
+    """The draft of target `key`, or None and the reason. Full-precision targets get the full-precision draft.
+
+    Kind self: the target's own quantized copy drafts for it; a quantized target has no cheaper self.
+    """
+    about = provenance.read_json(draft / "draft.json")
+    kind = about["kind"]
+    if kind == "ngram":
+        return DraftSpec(kind, None, about["ngram_max"], pack_head=False), None
+    if kind == "self" and key != "base":
+        return None, "draft.kind self: a quantized target would draft for itself at its own cost"
+    folder = quantized_draft if kind == "self" or key != "base" else draft
+    return DraftSpec(kind, str(folder), None, pack_head(folder)), None
+
+
+def refuse_other_tokens(target: Path, draft: DraftSpec | None) -> None:
+    """Raises ValueError when the draft's id -> token table is not the target's, before any weights load."""
+    if draft is not None and draft.folder is not None:
+        from pipeline.checkpoint.tokenizer import check_same_tokens
+
+        check_same_tokens(target, Path(draft.folder))
+
+
+def arm_spec(
+    target: Path, draft: DraftSpec | None, runtime: Runtime, *, ends: list[int], trust_remote_code: bool
+) -> ArmSpec:
+    return ArmSpec(
+        target=str(target),
+        pack_head=pack_head(target),
+        draft=draft,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        threads=runtime.threads,
+        trust_remote_code=trust_remote_code,
+        end_ids=ends,
+        seed=runtime.seed,
+        dense_from=None,
+    )
