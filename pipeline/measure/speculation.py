@@ -1,0 +1,96 @@
+"""The arithmetic of a sweep over draft lengths: costs, predicted speedups, the best K. No model, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.engine.replay import KeptAt, Replay, replay
+from pipeline.measure.answers import Acceptance
+from pipeline.measure.statistics import Interval
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of the parts of a round; `target_step_ms[n]`: one target forward over n tokens. No draft: draft null."""
+
+    draft_step_ms: float | None
+    target_step_ms: dict[int, float]
+    overhead_ms: float
+    context_tokens: int
+
+    @property
+    def cost_ratio(self) -> float | None:
+        return None if self.draft_step_ms is None else self.draft_step_ms / self.target_step_ms[1]
+
+    @property
+    def verify_cost(self) -> dict[int, float]:
+        return {n: ms / self.target_step_ms[1] for n, ms in self.target_step_ms.items()}
+
+    def predicted_speedup(self, mean_emitted_per_round: float | None, draft_len: int) -> float | None:
+        """tau / (K c + v(K + 1) + overhead) (Leviathan et al. 2023, theorem 3.8, with a verification that costs)."""
+        if draft_len == 0:
+            return 1.0
+        if mean_emitted_per_round is None or self.cost_ratio is None:
+            return None
+        overhead = self.overhead_ms / self.target_step_ms[1]
+        return mean_emitted_per_round / (draft_len * self.cost_ratio + self.verify_cost[draft_len + 1] + overhead)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "draft_step_ms": self.draft_step_ms,
+            "target_step_ms": {str(n): ms for n, ms in self.target_step_ms.items()},
+            "cost_ratio": self.cost_ratio,
+            "verify_cost": {str(n): v for n, v in self.verify_cost.items()},
+            "overhead_ms": self.overhead_ms,
+            "context_tokens": self.context_tokens,
+        }
+
+
+def replay_all(answers: Sequence[tuple[int, KeptAt]], draft_lens: Sequence[int]) -> dict[int, Replay]:
+    """Rounds of every K over answers given as (number of tokens, kept_at). tau = 1 + sum of marginals is asserted."""
+    found = {k: replay(answers, k) for k in draft_lens}
+    for r in found.values():
+        tau = r.mean_emitted_per_round
+        assert tau is None or abs(tau - 1 - sum(r.accept_marginal)) < 1e-9
+    return found
+
+
+def curve_point(counts: Replay | Acceptance, draft_len: int, costs: Costs) -> dict[str, Any]:
+    """One K of the curve, without its measured part."""
+    tau = counts.mean_emitted_per_round
+    return {
+        "draft_len": draft_len,
+        "rounds": counts.rounds,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance_rate": counts.acceptance_rate,
+        "accept_marginal": counts.accept_marginal,
+        "accept_conditional": counts.accept_conditional,
+        "mean_emitted_per_round": tau,
+        "predicted_speedup": costs.predicted_speedup(tau, draft_len),
+        "measured": None,
+    }
+
+
+def best_predicted(curve: Sequence[Mapping[str, Any]]) -> int:
+    """K of the highest predicted speedup; the smaller of equals."""
+    known = [p for p in curve if p["predicted_speedup"] is not None]
+    return int(min(known, key=lambda p: (-p["predicted_speedup"], p["draft_len"]))["draft_len"]) if known else 0
+
+
+def best_measured(speedups: Mapping[int, Interval]) -> tuple[int, str]:
+    """(K, reason): the smallest K whose interval overlaps that of the fastest. 0 is a possible answer.
+
+    `speedups` holds every timed K, with exactly 1 for K = 0.
+    """
+    known = {k: s for k, s in speedups.items() if not math.isnan(s.value)}
+    fastest = max(sorted(known), key=lambda k: known[k].value)
+    best = min(k for k, s in known.items() if s.overlaps(known[fastest]))
+    top = f"K = {fastest} was the fastest timed, at {known[fastest].value:.2f} times plain decoding"
+    if best == fastest:
+        return best, top if fastest else "no timed K was faster than plain decoding"
+    less = "plain decoding" if best == 0 else f"K = {best}"
+    return best, f"{top}, but its interval overlaps that of {less}, which is simpler"
