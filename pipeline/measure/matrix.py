@@ -1,0 +1,268 @@
+"""The matrix {full precision, GPTQ, AWQ} x {plain, speculative}: its rows, their runs in blocks, and what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline.config import Benchmark
+from pipeline.measure.answers import Acceptance, Answer, decode_total, ttft_ms
+from pipeline.measure.blocks import Blocks
+from pipeline.measure.setup import DraftSpec
+from pipeline.measure.statistics import Interval, Total, differs_from_one, median_interval, paired_ratio
+from pipeline.measure.verdict import Judgement, LogitGaps, Lossless, degeneration, grade_lossless, unequal_setups
+
+TARGETS = ("base", "gptq", "awq")
+CONTROL = "base_control"
+NATURAL, FORCED = "natural", "forced"
+PROTOCOLS = {
+    NATURAL: "real prompts, the answer ends at an end token or at max_new_tokens; for speculation, plain rows too",
+    FORCED: "forced_new_tokens each, end token ignored; for precision, plain rows only",
+}
+
+
+@dataclass
+class Row:
+    """One configuration; `draft` None: plain. `void`: why it cannot run at all. `judgement` collects the rest."""
+
+    name: str
+    target: str
+    draft: DraftSpec | None
+    draft_len: int
+    void: str | None
+    judgement: Judgement = field(default_factory=Judgement)
+
+    @property
+    def speculative(self) -> bool:
+        return self.name != self.target and self.name != CONTROL
+
+
+@dataclass
+class Sample:
+    """One arm in one block: answers by protocol, and what its process says of itself afterwards."""
+
+    answers: dict[str, list[Answer]]
+    readback: dict[str, Any]
+    ledger: dict[str, Any]
+    read_bytes: dict[str, int]
+
+
+@dataclass
+class Matrix:
+    """The blocks of one run and everything that is derived from them."""
+
+    rows: dict[str, Row]
+    blocks: Blocks
+    settings: Benchmark
+    seed: int
+    bandwidth_bytes_per_s: float
+
+    def samples(self, name: str) -> list[Sample]:
+        return [b.samples[name] for b in self.blocks.kept]
+
+    def answers(self, name: str, protocol: str) -> list[Answer]:
+        return [a for s in self.samples(name) for a in s.answers[protocol]]
+
+    def totals(self, protocol: str, category: str | None) -> list[dict[str, Total]]:
+        return totals_of([b.samples for b in self.blocks.kept], protocol, category)
+
+    def ratio(self, over: Sequence[str], under: Sequence[str], protocol: str, category: str | None) -> Interval | None:
+        """Paired within blocks; None when one of the arms did not run."""
+        if any(self.rows[name].void for name in [*over, *under]):
+            return None
+        return paired_ratio(self.totals(protocol, category), over, under, self.seed)
+
+    def speedup(self, name: str, protocol: str, category: str | None) -> Interval | None:
+        return Interval(1.0, 1.0, 1.0) if name == "base" else self.ratio([name], ["base"], protocol, category)
+
+    @property
+    def noise_floor(self) -> Interval | None:
+        return self.ratio([CONTROL], ["base"], NATURAL, None)
+
+    def interaction(self, target: str) -> Interval | None:
+        """speedup(quantized + speculative) / (speedup(quantized) x speedup(speculative)), block by block."""
+        return self.ratio([f"{target}_spec", "base"], [target, "base_spec"], NATURAL, None)
+
+    def speeds(self, name: str, protocol: str) -> dict[str, Interval]:
+        rates = [t[name].rate for t in self.totals(protocol, None)]
+        return {
+            "tpot_ms": median_interval([1e3 / r for r in rates], self.seed),
+            "decode_tok_per_s": median_interval(rates, self.seed),
+        }
+
+    def ceiling(self, name: str) -> dict[str, float | None]:
+        """Bytes that one token must read over the bandwidth of this run, and the share of it that was reached.
+
+        A speculative round reads the draft K times and the target once, for tau tokens; caches at their mean length.
+        """
+        row, answers, read = self.rows[name], self.answers(name, NATURAL), self.samples(name)[-1].read_bytes
+        context = sum(len(a.prompt.ids) + len(a.ids) / 2 for a in answers) / len(answers)
+        target = read["target_weights"] + context * read["target_cache_per_token"]
+        draft = read["draft_weights"] + context * read["draft_cache_per_token"]
+        tau = Acceptance.of(answers, row.draft_len).mean_emitted_per_round
+        if tau is None:
+            return {"read_bytes_per_token": None, "ceiling_tok_per_s": None, "ceiling_share": None}
+        per_token = (target + row.draft_len * draft) / tau
+        ceiling = self.bandwidth_bytes_per_s / per_token
+        reached = self.speeds(name, NATURAL)["decode_tok_per_s"].value
+        return {
+            "read_bytes_per_token": per_token,
+            "ceiling_tok_per_s": ceiling,
+            "ceiling_share": reached / ceiling,
+        }
+
+    def by_category(self, name: str) -> dict[str, dict[str, Any]]:
+        found = {}
+        for category in sorted({a.prompt.category for a in self.answers(name, NATURAL)}):
+            answers = [a for a in self.answers(name, NATURAL) if a.prompt.category == category]
+            counts = Acceptance.of(answers, self.rows[name].draft_len)
+            rates = [t[name].rate for t in self.totals(NATURAL, category)]
+            found[category] = {
+                "decode_tok_per_s": median_interval(rates, self.seed),
+                "speedup": self.speedup(name, NATURAL, category),
+                "acceptance_rate": counts.acceptance_rate,
+                "mean_emitted_per_round": counts.mean_emitted_per_round if self.rows[name].speculative else None,
+            }
+        return found
+
+    def lossless(self, name: str, gaps_at: Any, tolerance: float) -> Lossless:
+        """Grade a speculative arm against the plain arm of its target, on the same prompts in the same blocks."""
+        row = self.rows[name]
+        plain = {a.prompt.id: a.ids for a in self.answers(row.target, NATURAL)}
+        answers = {(a.prompt.id, tuple(a.ids)): a for a in self.answers(name, NATURAL)}
+        pairs = [(a.prompt.id, plain[a.prompt.id], a.ids) for a in answers.values()]
+        dtype = self.samples(name)[-1].readback["target"]["weights_dtype"]
+
+        def gaps(prompt: str, position: int, other_token: int) -> LogitGaps:
+            context = next(a.prompt.ids for a in answers.values() if a.prompt.id == prompt)
+            return gaps_at(row.target, context + plain[prompt][:position], plain[prompt][position], other_token)
+
+        return grade_lossless(pairs, gaps, tolerance, dtype)
+
+
+def totals_of(samples: Sequence[Mapping[str, Sample]], protocol: str, category: str | None) -> list[dict[str, Total]]:
+    """Per block and arm: tokens and seconds of the answers of one protocol (and one category, or None for all)."""
+    return [
+        {
+            name: decode_total(a for a in s.answers[protocol] if category in (None, a.prompt.category))
+            for name, s in block.items()
+            if protocol in s.answers
+        }
+        for block in samples
+    ]
+
+
+def row_metrics(matrix: Matrix, name: str, texts: Sequence[str], graded: Lossless | None) -> dict[str, Any]:
+    """The entry of one arm in the metrics, verdict included. `texts`: its distinct answers, decoded."""
+    row, settings = matrix.rows[name], matrix.settings
+    last = matrix.samples(name)[-1]
+    answers = matrix.answers(name, NATURAL)
+    counts = Acceptance.of(answers, row.draft_len)
+    forced = None
+    if not row.speculative:
+        forced = {**matrix.speeds(name, FORCED), "speedup": matrix.speedup(name, FORCED, None)}
+    degenerate = degeneration([list(ids) for ids in distinct(answers)], texts)
+    speedup = matrix.speedup(name, NATURAL, None)
+    judge(
+        matrix, row, speedup, forced, degenerate.beyond(settings.max_loop_share, settings.max_compression_ratio), graded
+    )
+    draft_readback = last.readback["draft"]
+    return {
+        "target": row.target,
+        "draft": {"kind": row.draft.kind, "precision": draft_readback["precision"]} if row.draft else None,
+        "draft_len": row.draft_len,
+        "protocol": NATURAL,
+        "readback": last.readback["target"],
+        "draft_readback": draft_readback,
+        "memory": last.ledger,
+        "ttft_ms": median_interval([ttft_ms(s.answers[NATURAL]) for s in matrix.samples(name)], matrix.seed),
+        **matrix.speeds(name, NATURAL),
+        "forced": forced,
+        "speedup": speedup,
+        "by_category": matrix.by_category(name),
+        "acceptance_rate": counts.acceptance_rate,
+        "mean_emitted_per_round": counts.mean_emitted_per_round if row.speculative else None,
+        **matrix.ceiling(name),
+        "lossless": asdict(graded) if graded else {"grade": None, "first_divergence": None},
+        "degenerate": asdict(degenerate),
+        "verdict": row.judgement.verdict,
+        "reasons": row.judgement.reasons,
+    }
+
+
+def void_metrics(row: Row) -> dict[str, Any]:
+    """A row that could not run: every figure null, with the reason."""
+    assert row.void is not None
+    measured = (
+        "draft", "readback", "draft_readback", "ttft_ms", "tpot_ms", "decode_tok_per_s", "forced", "speedup",
+        "acceptance_rate", "mean_emitted_per_round", "read_bytes_per_token", "ceiling_tok_per_s", "ceiling_share",
+    )  # fmt: skip
+    ledger = ("weight_bytes", "draft_weight_bytes", "peak_memory_bytes", "peak_load_memory_bytes", "workspace_bytes")
+    return {
+        "target": row.target,
+        "draft_len": row.draft_len,
+        "protocol": NATURAL,
+        **dict.fromkeys(measured),
+        "memory": {
+            **dict.fromkeys(ledger),
+            "cache_bytes_per_token": None,
+            "draft_cache_bytes_per_token": None,
+            "longest_context_tokens": {},
+            "null_reasons": dict.fromkeys([*ledger, "longest_context_tokens"], row.void),
+        },
+        "by_category": {},
+        "lossless": {"grade": None, "first_divergence": None},
+        "degenerate": {"loop_share": None, "compression_ratio": None},
+        "verdict": "VOID",
+        "reasons": [row.void],
+    }
+
+
+def distinct(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    """Each answer once: a prompt that had several turns does not count several times."""
+    return list(dict.fromkeys(tuple(a.ids) for a in answers))
+
+
+def judge(
+    matrix: Matrix,
+    row: Row,
+    speedup: Interval | None,
+    forced: Mapping[str, Any] | None,
+    degenerate: str | None,
+    graded: Lossless | None,
+) -> None:
+    """Add to the row's judgement what its runs show."""
+    judgement, timing = row.judgement, matrix.settings.timing
+    if degenerate is not None:
+        judgement.add("VOID", degenerate)
+    if graded is not None and graded.grade == "broken":
+        where = graded.first_divergence
+        assert where is not None
+        judgement.add("VOID", f"broken: leaves plain decoding at token {where.position} of prompt {where.prompt}")
+    if row.draft is not None and not any(d for a in matrix.answers(row.name, NATURAL) for d, _ in a.rounds):
+        judgement.add("VOID", "nothing was ever drafted")
+    base = matrix.samples("base")[-1].readback["target"]
+    for line in unequal_setups(base, matrix.samples(row.name)[-1].readback["target"]):
+        judgement.add("NOT COMPARABLE", line)
+    if matrix.blocks.reason is not None:
+        judgement.note(matrix.blocks.reason)
+    if row.name == "base":
+        return
+    if len(matrix.blocks.kept) < timing.min_blocks:
+        judgement.add("UNDECIDED", f"{len(matrix.blocks.kept)} blocks in the time budget, {timing.min_blocks} asked")
+    for protocol, ratio in ((NATURAL, speedup), (FORCED, forced["speedup"] if forced else None)):
+        if ratio is not None and not ratio.relative_half_width <= timing.precision:
+            wide = f"+-{100 * ratio.relative_half_width:.0f} %, asked +-{100 * timing.precision:g} %"
+            judgement.add("UNDECIDED", f"{protocol} speedup: interval {wide}")
+    if speedup is not None and not differs_from_one(speedup, matrix.noise_floor):
+        judgement.note("its speed does not differ from base's beyond the noise floor")
+
+
+def ratios_to_base(samples: Sequence[Mapping[str, Sample]], seed: int) -> list[Interval]:
+    """The ratios against base whose widths decide whether more blocks are run."""
+    ratios = []
+    for protocol in (NATURAL, FORCED):
+        totals = totals_of(samples, protocol, None)
+        ratios += [paired_ratio(totals, [name], ["base"], seed) for name in totals[0] if name != "base"]
+    return ratios

@@ -1,0 +1,263 @@
+"""Stage `benchmark`: the matrix, all arms in processes of their own, interleaved in blocks by one driver."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline import provenance
+from pipeline.config import Benchmark, Model, Runtime, Speculate
+from pipeline.measure import memory
+from pipeline.measure.answers import Answer
+from pipeline.measure.blocks import Blocks, ProcessMeter, nvidia_state, run_blocks
+from pipeline.measure.matrix import (
+    CONTROL,
+    FORCED,
+    NATURAL,
+    PROTOCOLS,
+    TARGETS,
+    Matrix,
+    Row,
+    Sample,
+    distinct,
+    ratios_to_base,
+    row_metrics,
+    void_metrics,
+)
+from pipeline.measure.setup import (
+    ArmSpec,
+    Ask,
+    Prompt,
+    PromptSet,
+    arm_spec,
+    draft_for,
+    end_ids,
+    read_prompts,
+    refuse_other_tokens,
+)
+from pipeline.measure.statistics import median, precise_enough
+from pipeline.measure.verdict import LogitGaps
+from pipeline.measure.worker import Worker, Workers
+
+
+def run(
+    benchmark: Benchmark,
+    speculate: Speculate,
+    runtime: Runtime,
+    model: Model,
+    *,
+    base: Path,
+    gptq: Path,
+    awq: Path,
+    draft: Path,
+    quantized_draft: Path,
+    prompts: Path,
+    environment: Path,
+    speculate_base: Path,
+    speculate_gptq: Path,
+    speculate_awq: Path,
+    out: Path,
+) -> dict[str, Any]:
+    """Write blocks.jsonl (every timed generation) to `out`; the metrics hold a row for each arm.
+
+    Speculative arms use the best K of their target's sweep (`speculate_*`: its metrics files). Raises ValueError
+    before any weights load, OSError when a worker ends without an answer.
+    """
+    checkpoints = dict(zip(TARGETS, (base, gptq, awq), strict=True))
+    records = dict(zip(TARGETS, (speculate_base, speculate_gptq, speculate_awq), strict=True))
+    prompt_set = read_prompts(prompts, benchmark.prompts_per_category, "benchmark.prompts_per_category")
+    inputs = {"prompts": provenance.tree_sha256(prompts), "environment": provenance.tree_sha256(environment)}
+    rows: dict[str, Row] = {}
+    for target in TARGETS:
+        rows[target] = Row(target, target, None, 0, None)
+        rows[f"{target}_spec"] = speculative_row(target, records[target], inputs, draft, quantized_draft)
+        refuse_other_tokens(checkpoints[target], rows[f"{target}_spec"].draft)
+    rows[CONTROL] = Row(CONTROL, "base", None, 0, None)
+    ends = end_ids(base)
+    specs = {
+        name: arm_spec(
+            checkpoints[row.target], row.draft, runtime, ends=ends, trust_remote_code=model.trust_remote_code
+        )
+        for name, row in rows.items()
+        if row.void is None
+    }
+    memory.refuse_too_little(runtime.min_free_memory_bytes)
+    driver = Driver(benchmark, speculate, runtime, rows, specs, prompt_set)
+    return driver.measure(base, model.trust_remote_code, out)
+
+
+def speculative_row(target: str, record: Path, inputs: dict[str, str], draft: Path, quantized_draft: Path) -> Row:
+    """The speculative row of a target, with the K of its sweep; where that says 0, the best K above 0 is shown."""
+    chosen, no_draft = draft_for(target, draft, quantized_draft)
+    row = Row(f"{target}_spec", target, chosen, 0, no_draft)
+    if no_draft is not None:
+        return row
+    sweep = provenance.read_json(record)
+    for name, sha256 in sweep.get("provenance", {}).get("inputs", {}).items():
+        if name in inputs and sha256 != inputs[name]:
+            row.judgement.add("NOT COMPARABLE", f"its draft length was chosen with another {name} file")
+    row.draft_len, note = draft_len_of(sweep["metrics"])
+    if note is not None:
+        row.judgement.note(note)
+    return row
+
+
+def draft_len_of(sweep: dict[str, Any]) -> tuple[int, str | None]:
+    """(K, note) to show in the matrix: at least 1."""
+    best = sweep["best_draft_len"]
+    if best >= 1:
+        return best, None
+    points = [p for p in sweep["curve"] if p["draft_len"] >= 1 and p["measured"]]
+    values = {p["draft_len"]: p["measured"]["speedup"]["value"] for p in points}
+    shown = max(values, key=lambda k: values[k] or 0.0) if values else 1
+    return shown, f"the sweep's best draft length is 0 (plain decoding); shown with K = {shown}, the best above 0"
+
+
+class Driver:
+    """Runs the arms in their workers and turns their samples into rows."""
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        speculate: Speculate,
+        runtime: Runtime,
+        rows: dict[str, Row],
+        specs: dict[str, ArmSpec],
+        prompts: PromptSet,
+    ) -> None:
+        self.settings, self.speculate, self.runtime = benchmark, speculate, runtime
+        self.rows, self.specs, self.prompts = rows, specs, prompts
+        self.resident, self.fit = fits_together(specs, runtime.device)
+
+    def measure(self, tokenizer: Path, trust_remote_code: bool, out: Path) -> dict[str, Any]:
+        if not self.resident:
+            print(f"benchmark: {self.fit}", file=sys.stderr)
+        with Workers(self.resident, self.warm_up) as workers:
+            self.load(workers)
+            before = self.bandwidth()
+            blocks = self.run_blocks(workers)
+            bandwidth = median([before, self.bandwidth()])
+            matrix = Matrix(self.rows, blocks, self.settings, self.runtime.seed, bandwidth)
+            with provenance.whole_folder(out) as folder:
+                provenance.write_text(folder / "blocks.jsonl", lines_of(blocks))
+            return self.metrics(matrix, workers, decoder_of(tokenizer, trust_remote_code))
+
+    def load(self, workers: Workers) -> None:
+        """Plain arms first: what they measure about their kernels holds for the other arms of their target."""
+        workers.load({t: self.specs[t] for t in TARGETS})
+        fixed = {t: workers[t].call("dense_from") for t in TARGETS}
+        self.specs = {n: replace(s, dense_from=fixed[self.rows[n].target]) for n, s in self.specs.items()}
+        workers.specs |= {t: self.specs[t] for t in TARGETS}
+        workers.load({n: s for n, s in self.specs.items() if n not in TARGETS})
+
+    def ask(self, name: str, protocol: str) -> Ask:
+        forced = protocol == FORCED
+        tokens = self.settings.forced_new_tokens if forced else self.settings.max_new_tokens
+        return Ask(self.rows[name].draft_len, tokens, forced, self.speculate.sampling)
+
+    def generate(self, name: str, worker: Worker, protocol: str, prompt: Prompt) -> Answer:
+        ask = self.ask(name, protocol)
+        done = worker.call("generate", prompt_ids=prompt.ids, ask=asdict(ask))
+        return Answer.of(prompt, ask.draft_len, done)
+
+    def warm_up(self, name: str, worker: Worker) -> None:
+        """Once with the shapes to come; not timed."""
+        self.generate(name, worker, NATURAL, self.prompts.all[0])
+
+    def bandwidth(self) -> float:
+        worker = Worker("bandwidth", None)
+        try:
+            found = worker.call("bandwidth", device=self.runtime.device, threads=self.runtime.threads)
+        finally:
+            worker.close()
+        return float(found)
+
+    def run_blocks(self, workers: Workers) -> Blocks:
+        per_category = self.settings.timing.block_prompts_per_category
+        cuda = self.runtime.device.startswith("cuda")
+
+        def timed(name: str) -> Callable[[int], Sample]:
+            protocols = [NATURAL] if self.rows[name].speculative else [NATURAL, FORCED]
+
+            def sample(index: int) -> Sample:
+                worker, prompts = workers[name], self.prompts.block(index, per_category)
+                answers = {p: [self.generate(name, worker, p, prompt) for prompt in prompts] for p in protocols}
+                ledger = worker.call("ledger", budgets_bytes=self.settings.memory_budgets_bytes)
+                return Sample(answers, worker.call("describe"), ledger, worker.call("read_bytes"))
+
+            return sample
+
+        return run_blocks(
+            {name: timed(name) for name in self.specs},
+            timing=self.settings.timing,
+            meter=ProcessMeter(workers.pids, lambda: nvidia_state(workers.pids()) if cuda else None),
+            precise=lambda found: precise_enough(
+                ratios_to_base([b.samples for b in found], self.runtime.seed), self.settings.timing.precision
+            ),
+        )
+
+    def metrics(self, matrix: Matrix, workers: Workers, decode: Callable[[tuple[int, ...]], str]) -> dict[str, Any]:
+        def gaps_at(target: str, context_ids: list[int], plain_token: int, other_token: int) -> LogitGaps:
+            found = workers[target].call(
+                "gaps", context_ids=context_ids, plain_token=plain_token, other_token=other_token
+            )
+            return LogitGaps(**found)
+
+        arms = {}
+        for name, row in self.rows.items():
+            if name == CONTROL:
+                continue
+            if row.void is not None:
+                arms[name] = void_metrics(row)
+                continue
+            greedy = row.speculative and self.speculate.sampling.temperature == 0
+            graded = matrix.lossless(name, gaps_at, self.speculate.lossless_gap) if greedy else None
+            texts = [decode(ids) for ids in distinct(matrix.answers(name, NATURAL))]
+            arms[name] = row_metrics(matrix, name, texts, graded)
+        return provenance.finite(
+            {
+                "protocols": PROTOCOLS,
+                "prompts": {"count": len(self.prompts.all), "sha256": self.prompts.sha256},
+                "bandwidth_bytes_per_s": matrix.bandwidth_bytes_per_s,
+                "arms": arms,
+                "noise_floor": matrix.noise_floor,
+                "interaction": {t: matrix.interaction(t) for t in TARGETS if t != "base"},
+                "blocks": {**matrix.blocks.summary(), "resident": self.resident, "memory": self.fit},
+            }
+        )
+
+
+def fits_together(specs: dict[str, ArmSpec], device: str) -> tuple[bool, str]:
+    """Whether all arms can be loaded at once, by the size of their files, and a line that says why (not)."""
+    needed = sum(
+        memory.process_estimate_bytes([Path(s.target), *([Path(s.draft.folder)] if s.draft and s.draft.folder else [])])
+        for s in specs.values()
+    )
+    free = memory.free_on_device_bytes(device)
+    figures = f"{len(specs)} arms are estimated at {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+    if needed <= free:
+        return True, f"{figures}: all loaded together"
+    return False, f"{figures}: loaded one at a time, anew for each block"
+
+
+def decoder_of(tokenizer: Path, trust_remote_code: bool) -> Callable[[tuple[int, ...]], str]:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    return lambda ids: str(loaded.decode(list(ids), skip_special_tokens=True))
+
+
+def lines_of(blocks: Blocks) -> str:
+    """One JSON line for each timed generation, in the order they ran, with the disturbance of its block."""
+    lines = []
+    for i, block in enumerate(blocks.all):
+        about = {"block": i, "kept": any(block is k for k in blocks.kept), "disturbed": block.disturbed}
+        about |= asdict(block.disturbance)
+        for arm in block.order:
+            for protocol, answers in block.samples[arm].answers.items():
+                lines += [{**about, "arm": arm, "protocol": protocol, **a.row(), "ids": a.ids} for a in answers]
+    return "".join(json.dumps(provenance.finite(line)) + "\n" for line in lines)
