@@ -343,7 +343,7 @@ def quantize(key: str) -> dict[str, Any]:
         "packed_bits_per_weight": 4.4,
         "tokens": 4096,
         "tokens_given": 4096,
-        "ignored_modules": ["lm_head"],
+        "ignored_modules": {"layers.1": ["model.layers.1.mlp.up_proj"]},
         "modules": len(layers),
         "fallbacks": 0,
         "error": {"median": errors[len(errors) // 2], "max": errors[-1], "max_module": "made up"},

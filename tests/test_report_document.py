@@ -23,7 +23,7 @@ def study_of(folder, **changes):
 
 
 def text_of(folder, **changes):
-    return document.render(study_of(folder, **changes)).replace("\u00a0", " ")
+    return document.render(study_of(folder, **changes)).replace("\u00a0", " ").replace("\u2060", "")
 
 
 def write(folder, out):

@@ -45,7 +45,7 @@ def test_signed_interval_never_reads_as_a_range_of_negatives():
 
 
 def test_stacked_moves_the_bracket_and_leaves_a_reason_alone():
-    assert numbers.stacked("62.5 (60.6–64.4)") == "62.5<br><sub>60.6–64.4</sub>"
+    assert numbers.stacked("62.5 (60.6–64.4)") == "62.5<br><sub>60.6–\u206064.4</sub>"
     assert numbers.stacked("n/a (VOID)") == "n/a (VOID)"
     assert numbers.stacked("1") == "1"
 

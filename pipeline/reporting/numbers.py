@@ -9,6 +9,7 @@ from pipeline.measure.statistics import Interval
 
 KIB = 1024
 NBSP = "\u00a0"  # keeps a number and its unit on one line
+WORD_JOINER = "\u2060"  # and the ends of a range
 
 
 def interval_of(data: Any) -> Interval | None:
@@ -84,7 +85,8 @@ def ratio(iv: Interval | None, reason: str = "not measured") -> str:
 def stacked(text: str) -> str:
     """A cell whose bracket stands small under the value, so that wide tables stay on the page."""
     value, bracket, inside = text.partition(" (")
-    return f"{value}<br><sub>{inside.removesuffix(')')}</sub>" if bracket and value != "n/a" else text
+    inside = inside.removesuffix(")").replace("–", f"–{WORD_JOINER}")
+    return f"{value}<br><sub>{inside}</sub>" if bracket and value != "n/a" else text
 
 
 def span(iv: Interval, places: int, sign: bool = False) -> str:

@@ -124,7 +124,7 @@ def summaries(study: Study, quantized: dict[str, Any]) -> str:
                 f"{method.method} by {method.backend}; {method.bits} bits, {group}, {kind}",
                 numbers.size(m["weight_bytes"]),
                 f"{number(m['bits_per_weight'])} / {number(m['packed_bits_per_weight'])}",
-                f"{count(m['modules'])} / {len(m['ignored_modules'])}",
+                f"{count(m['modules'])} / {sum(map(len, m['ignored_modules'].values()))}",
                 count(m["fallbacks"]),
                 f"{share(m['error']['median'], places=1)} / {share(m['error']['max'], places=1)}",
                 f"{count(m['tokens'])} of {count(m['tokens_given'])}",
