@@ -1,0 +1,208 @@
+"""Stage `evaluate`: quality of one checkpoint in the modules that serve it, alone and against the baseline.
+
+`out` gets results.json (lm-eval's), samples.jsonl (one row per item), token_nll.parquet (one row per document) and, for
+the baseline, baseline_logits.safetensors. Speculative decoding has no row here: it is its target's.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline import provenance
+from pipeline.config import ConfigError, Evaluate, Model, Runtime
+from pipeline.measure import baseline as reference
+from pipeline.measure import harness, memory, passages, quality, setup
+
+if TYPE_CHECKING:
+    from pipeline.engine.decoder import Decoder
+
+
+def run(
+    evaluate: Evaluate,
+    model: Model,
+    runtime: Runtime,
+    *,
+    key: str,
+    checkpoint: Path,
+    corpus: Path,
+    out: Path,
+    baseline: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate `checkpoint`; `baseline` is the out folder of evaluate@base, and absent there."""
+    from transformers import AutoTokenizer
+
+    check_key(key, baseline)
+    harness.check_tasks(evaluate.tasks)
+    check_window(evaluate.window_tokens, checkpoint)
+    documents = held_out(corpus)
+    rows = harness.build_rows(documents, evaluate, runtime.seed)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
+    streams = build_streams(documents, tokenizer, evaluate, runtime.seed)
+    stream_sha256 = streams_sha256(streams, evaluate)
+    base = None if baseline is None else reference.read(baseline, stream_sha256)
+
+    decoder = load(checkpoint, runtime, model.trust_remote_code)
+    scores = score_streams(decoder, streams, evaluate, base)
+    with tempfile.TemporaryDirectory() as scratch:
+        raw = harness.evaluate_tasks(decoder.module, tokenizer, rows, evaluate, runtime.seed, Path(scratch))
+        results = harness.portable(raw, Path(scratch))
+    samples = list(harness.sample_rows(raw))
+    nll_rows = [row for s in streams for row in quality.by_document(s, scores[s.category].nll_nats_S)]
+    weights = reference.weights_sha256(checkpoint)
+
+    with provenance.whole_folder(out) as folder:
+        provenance.write_json(folder / "results.json", results)
+        provenance.write_text(folder / reference.SAMPLES_FILE, harness.json_lines(samples))
+        reference.write_nll(folder, nll_rows)
+        header = {"stream_sha256": stream_sha256, "weights_sha256": weights}
+        logits_bytes = reference.write_logits(folder, scores, header) if base is None else None
+
+    against = None if base is None else reference.compare(base, scores, nll_rows, samples, runtime.seed)
+    alarms = [] if base is None or against is None else reference.alarms(base, against, nll_rows, weights)
+    tasks = harness.task_metrics(raw, samples)
+    last_word = tasks.get(harness.LAST_WORD, {})
+    return {
+        "tasks": tasks,
+        "token_ppl": token_ppl(nll_rows, evaluate),
+        "against_base": against,
+        "acc_last_word": last_word.get("acc"),
+        "acc_last_word_stderr": last_word.get("acc_stderr"),
+        "baseline_logits_bytes": logits_bytes,
+        "task_hash": provenance.json_sha256([stream_sha256, rows, results["configs"], evaluate.limit]),
+        "alarms": non_finite(scores) + alarms,
+        "bos": describe_bos(tokenizer),
+        "readback": decoder.describe(),
+    }
+
+
+def check_key(key: str, baseline: Path | None) -> None:
+    """The baseline is compared with nothing, everything else with it."""
+    if (key == "base") != (baseline is None):
+        need = "takes no baseline=" if key == "base" else "needs baseline=PATH, the out folder of evaluate@base"
+        raise ConfigError(f"evaluate@{key}: {need}")
+
+
+def check_window(window_tokens: int, checkpoint: Path) -> None:
+    """Raises ConfigError when a window does not fit the model's context."""
+    from transformers import PretrainedConfig
+
+    settings = PretrainedConfig.get_config_dict(str(checkpoint))[0]
+    settings = settings.get("text_config", settings)
+    context = settings.get("max_position_embeddings") or settings.get("n_positions")
+    if context is not None and window_tokens > context:
+        raise ConfigError(
+            f"evaluate.window_tokens: {window_tokens} is beyond the context of {context} tokens of {checkpoint}; "
+            f"give at most {context}"
+        )
+
+
+def held_out(corpus: Path) -> list[dict[str, Any]]:
+    """Documents of the evaluation split. Raises NothingToEvaluate when there are none."""
+    lines = (corpus / "documents.jsonl").read_text(encoding="utf-8").splitlines()
+    documents = [d for d in map(json.loads, lines) if d["split"] == "evaluation"]
+    if not documents:
+        raise harness.NothingToEvaluate(
+            f"{corpus / 'documents.jsonl'}: none of {len(lines)} documents is in the evaluation split; "
+            f"widen corpus.*.evaluation_documents"
+        )
+    return documents
+
+
+def load(checkpoint: Path, runtime: Runtime, trust_remote_code: bool) -> Decoder:
+    """The modules that serve, each fixed to its kernel for many rows.
+
+    Serving measures from how many rows that kernel pays; here a window's length must not decide how it is rounded.
+    """
+    import torch
+
+    from pipeline.checkpoint.load import dense_from_of, load_decoder, set_dense_from
+
+    memory.refuse_too_little(runtime.min_free_memory_bytes)
+    if runtime.threads is not None:
+        torch.set_num_threads(runtime.threads)
+    decoder = load_decoder(
+        checkpoint,
+        device=runtime.device,
+        dtype=getattr(torch, runtime.dtype),
+        pack_head=setup.pack_head(checkpoint),
+        trust_remote_code=trust_remote_code,
+    )
+    set_dense_from(decoder.module, {name: rows and 1 for name, rows in dense_from_of(decoder).items()})
+    return decoder
+
+
+def build_streams(
+    documents: list[dict[str, Any]], tokenizer: Any, evaluate: Evaluate, seed: int
+) -> list[quality.Stream]:
+    """One stream per category: its documents in seeded order, each cut to `max_document_chars`."""
+    streams = []
+    for category in sorted({d["category"] for d in documents}):
+        chosen = passages.shuffled([d for d in documents if d["category"] == category], seed)
+        texts = [(d["id"], passages.cut(d["text"], evaluate.max_document_chars)) for d in chosen]
+        streams.append(quality.concatenate(category, texts, tokenizer, evaluate.max_ppl_tokens))
+    return streams
+
+
+def streams_sha256(streams: list[quality.Stream], evaluate: Evaluate) -> str:
+    """Identity of what is scored and how: equal hashes may be compared position by position."""
+    tokens = [[s.category, s.ids_T.tolist()] for s in streams]
+    return provenance.json_sha256([tokens, evaluate.window_tokens, evaluate.stride_tokens, evaluate.baseline_top_k])
+
+
+def score_streams(
+    decoder: Decoder, streams: list[quality.Stream], evaluate: Evaluate, base: reference.Baseline | None
+) -> dict[str, quality.StreamScores]:
+    import torch
+
+    def logits_of(ids_BN: torch.Tensor) -> torch.Tensor:
+        return decoder.module(input_ids=ids_BN, use_cache=False).logits
+
+    return {
+        stream.category: quality.score_stream(
+            logits_of,
+            torch.from_numpy(stream.ids_T).to(decoder.device),
+            quality.windows(len(stream.ids_T), evaluate.window_tokens, evaluate.stride_tokens),
+            evaluate.batch_size,
+            evaluate.baseline_top_k,
+            None if base is None else base.logits[stream.category],
+        )
+        for stream in streams
+    }
+
+
+def token_ppl(nll_rows: list[dict[str, Any]], evaluate: Evaluate) -> dict[str, Any]:
+    """Papers' form: exp(total nll / total tokens), overall and by category."""
+
+    def of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        tokens = sum(r["tokens"] for r in rows)
+        return {
+            "value": quality.perplexity(sum(r["nll_nats"] for r in rows), tokens),
+            "tokens": tokens,
+            "documents": len(rows),
+        }
+
+    by_category = {
+        c: of([r for r in nll_rows if r["category"] == c]) for c in sorted({r["category"] for r in nll_rows})
+    }
+    window = {"window_tokens": evaluate.window_tokens, "stride_tokens": evaluate.stride_tokens}
+    return of(nll_rows) | window | {"by_category": by_category}
+
+
+def non_finite(scores: dict[str, quality.StreamScores]) -> list[str]:
+    import numpy as np
+
+    counts = {c: int((~np.isfinite(s.nll_nats_S)).sum()) for c, s in scores.items()}
+    return [f"{n} tokens of {c} have a log-likelihood that is not finite" for c, n in counts.items() if n]
+
+
+def describe_bos(tokenizer: Any) -> dict[str, Any]:
+    """The BOS rule of every scoring path: one, where the tokenizer adds one, else none."""
+    leading, prefix = quality.leading_tokens(tokenizer), harness.rolling_prefix(tokenizer)
+    return {
+        "added": bool(leading),
+        "token": tokenizer.decode(leading) if leading else None,
+        "rolling_prefix": None if prefix is None else tokenizer.decode([prefix]),
+    }
