@@ -117,6 +117,7 @@ def parse_arguments(argv: list[str]) -> tuple[str, str | None, dict[str, Path], 
 def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("FEW_ROWS_DIR", str(Path("artifacts/kernels").resolve()))
     signal.signal(signal.SIGTERM, _terminate)
     try:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)

@@ -7,7 +7,25 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from pathlib import Path
+
 import pytest
+
+QUANTIZERS = Path(__file__).parents[1] / "envs/quantizers/.venv/bin/python"
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that this machine cannot run are skipped with the reason."""
+    import torch
+
+    absent = {
+        "gpu": None if torch.cuda.is_available() else "no CUDA device",
+        "quantizers": None if QUANTIZERS.exists() else "no envs/quantizers; `make setup-quantizers` builds it",
+    }
+    for item in items:
+        for marker, reason in absent.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def reference(x_MK, codes_NK, scales_NG, zeros_NG, index_K, group, bias_N, dtype
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_int4_within_the_derived_bound(M, N, group, dtype, dense_from):
     parts = layer(N, 256, group, bias=True)
-    linear = quantized_linear(*parts, dtype, "cpu")
+    linear = quantized_linear(*parts, dtype, "cpu", False)
     assert isinstance(linear, Int4Linear) and linear.kernel.startswith("Int4Linear")
     linear.dense_from_rows = dense_from
     x_MK = torch.randn(M, 256, generator=torch.Generator().manual_seed(M)).to(dtype)
@@ -74,7 +74,7 @@ def test_int4_within_the_derived_bound(M, N, group, dtype, dense_from):
 def test_groups_are_split_to_what_the_kernel_takes(K, group, kernel):
     assert kernel_group(K, group) == kernel
     parts = layer(32, K, group)
-    linear = quantized_linear(*parts, torch.float32, "cpu")
+    linear = quantized_linear(*parts, torch.float32, "cpu", False)
     assert isinstance(linear, Int4Linear if kernel else DequantLinear)
     x_MK = torch.randn(3, K)
     y, bound = reference(x_MK, *parts[:4], group, None, torch.float32, type(linear).__name__)
@@ -84,7 +84,7 @@ def test_groups_are_split_to_what_the_kernel_takes(K, group, kernel):
 @pytest.mark.parametrize("group", [16, 32])
 def test_act_order_permutes_the_input(group):
     parts = layer(48, 128, group, act_order=True)
-    linear = quantized_linear(*parts, torch.float32, "cpu")
+    linear = quantized_linear(*parts, torch.float32, "cpu", False)
     x_MK = torch.randn(5, 128)
     y, bound = reference(x_MK, *parts[:4], group, None, torch.float32, type(linear).__name__)
     assert ((linear(x_MK).double() - y).abs() <= bound).all()
@@ -94,7 +94,7 @@ def test_act_order_permutes_the_input(group):
 @pytest.mark.parametrize(("bits", "K"), [(2, 64), (3, 65), (4, 65), (8, 64)])
 def test_dequant_linear_any_width_and_odd_shapes(bits, K, dtype):
     parts = layer(33, K, 16, bits=bits, bias=True)
-    linear = quantized_linear(*parts, dtype, "cpu")
+    linear = quantized_linear(*parts, dtype, "cpu", False)
     assert linear.kernel.startswith(f"DequantLinear ({bits}-bit: no kernel for")
     assert linear.packed.numel() == 33 * ((K + 1) // 2 if bits <= 4 else K)
     x_MK = torch.randn(4, K).to(dtype)
@@ -107,8 +107,8 @@ def test_tiles_put_together_are_the_whole_weight(monkeypatch):
     parts = layer(201, 256, 64)
     weight = torch.nn.Parameter(torch.randn(201, 256), requires_grad=False)
     layers = [
-        quantized_linear(*parts, torch.float32, "cpu"),
-        quantized_linear(*layer(201, 256, 16), torch.float32, "cpu"),
+        quantized_linear(*parts, torch.float32, "cpu", False),
+        quantized_linear(*layer(201, 256, 16), torch.float32, "cpu", False),
         FullLinear(weight, None),
         Int8Linear(weight, None, torch.float32),
     ]
@@ -178,7 +178,7 @@ def test_without_vector_instructions_the_native_kernel_stays():
     code = (
         "import torch; from pipeline.engine.linear4 import *\n"
         "c = torch.randint(0, 16, (64, 64), dtype=torch.uint8)\n"
-        "l = quantized_linear(c, torch.ones(64, 2), torch.full((64, 2), 8), None, 4, 32, None, torch.float32, 'cpu')\n"
+        "l = quantized_linear(c, torch.ones(64, 2), torch.full((64, 2), 8), None, 4, 32, None, torch.float32, 'cpu', False)\n"
         "x = torch.randn(2, 64); print(cpu_block_rows(), l.tiled, (l(x) - x @ (c.float() - 8).t()).abs().max() < 1e-3)"
     )
     ran = subprocess.run(
@@ -199,7 +199,7 @@ def test_without_vector_instructions_the_native_kernel_stays():
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_int4_on_cuda_within_the_derived_bound(M, N, group):
     parts = layer(N, 256, group)
-    linear = quantized_linear(*parts, torch.bfloat16, "cuda")
+    linear = quantized_linear(*parts, torch.bfloat16, "cuda", False)
     assert isinstance(linear, Int4Linear)
     x_MK = torch.randn(M, 256).bfloat16()
     y, bound = reference(x_MK, *parts[:4], group, None, torch.bfloat16, "Int4Linear")

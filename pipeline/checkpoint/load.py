@@ -17,8 +17,10 @@ from torch import nn
 from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.packed import PackedLinear
 from pipeline.checkpoint.read import Checkpoint, located, read
+from pipeline.engine import few_rows
 from pipeline.engine.decoder import Decoder
-from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, measure_dense_from
+from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsLinear
+from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, clearly_faster, measure_dense_from
 from pipeline.engine.linear4 import quantized_linear
 
 DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
@@ -36,14 +38,15 @@ def load_decoder(
 ) -> Decoder:
     """A Decoder in eval mode on `device`, activations and unquantized weights in `dtype`.
 
-    `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes the rows from which each class of
-    linear layer uses a plain GEMM; None measures it here and now (a few ms), so give one process's `dense_from_of` to
-    the others. Raises CheckpointError for whatever in the folder does not fit together.
+    `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes which classes of linear layer are used
+    and from how many rows each uses a plain GEMM; None measures both here and now (some ms), so give one process's
+    `dense_from_of` to the others. Raises CheckpointError for whatever in the folder does not fit together.
     """
     checkpoint = read(folder)
     with located(folder):
         module = empty_module(checkpoint, dtype, trust_remote_code)
-        _Filling(checkpoint, module, dtype, device).fill()
+        classes = chosen_classes(checkpoint, module, dtype, device) if dense_from is None else set(dense_from)
+        _Filling(checkpoint, module, dtype, device, classes).fill()
         max_positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         if max_positions is None:
             raise CheckpointError("config.json: no max_position_embeddings; add the longest context of the model")
@@ -73,8 +76,9 @@ def empty_module(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: 
 class _Filling:
     """One pass over an empty module and a checkpoint's tensors, keeping account of those that found a place."""
 
-    def __init__(self, checkpoint: Checkpoint, module: Any, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, module: Any, dtype: torch.dtype, device: str, classes: set[str]) -> None:
         self.checkpoint, self.module, self.dtype, self.device = checkpoint, module, dtype, device
+        self.classes = classes
         self.unused = {*checkpoint.tensors, *checkpoint.linears}
         self.base = f"{module.base_model_prefix}."
         tied = module.all_tied_weights_keys
@@ -115,7 +119,12 @@ class _Filling:
             return self._packed(stored, self.checkpoint.linears[stored], layer)
         weight_NK = self._tensor(f"{name}.weight", tuple(layer.weight.shape), self.dtype)
         bias_N = self._tensor(f"{name}.bias", (layer.out_features,), self.dtype) if layer.bias is not None else None
-        return FullLinear(nn.Parameter(weight_NK, requires_grad=False), bias_N)
+        return self._full(nn.Parameter(weight_NK, requires_grad=False), bias_N)
+
+    def _full(self, weight_NK: nn.Parameter, bias_N: torch.Tensor | None) -> FullLinear:
+        chosen = FewRowsLinear.__name__ in self.classes
+        few = chosen and few_rows.takes_full(weight_NK.shape[1], self.dtype, self.device)
+        return (FewRowsLinear if few else FullLinear)(weight_NK, bias_N)
 
     def _packed(self, name: str, packed: PackedLinear, layer: nn.Linear) -> PackedWeight:
         due = (layer.out_features, layer.in_features)
@@ -136,6 +145,7 @@ class _Filling:
             bias_N if layer.bias is not None else None,
             self.dtype,
             self.device,
+            FewRowsInt4Linear.__name__ in self.classes,
         )
 
     def _tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -180,7 +190,7 @@ class _Filling:
             owner_name, _, leaf = name.rpartition(".")
             owner = self.module.get_submodule(owner_name)
             if type(owner) is nn.Linear:
-                self.module.set_submodule(owner_name, FullLinear(weight, self._tied_bias(owner_name, owner)))
+                self.module.set_submodule(owner_name, self._full(weight, self._tied_bias(owner_name, owner)))
             else:
                 owner._parameters[leaf] = weight
 
@@ -202,6 +212,25 @@ def _pack_head(module: Any, dtype: torch.dtype) -> None:
         raise CheckpointError(f"pack_head: torch has no int8 kernel here ({e}); set pack_head to false") from None
     name = next(n for n, m in module.named_modules() if m is head)
     module.set_submodule(name, packed)
+
+
+def chosen_classes(checkpoint: Checkpoint, module: nn.Module, dtype: torch.dtype, device: str) -> set[str]:
+    """Which few_rows classes beat torch's kernels on this machine: timed on a layer of the module's commonest size."""
+    shapes = [(m.out_features, m.in_features) for m in module.modules() if isinstance(m, nn.Linear)]
+    N, K = max(shapes, key=lambda shape: (shapes.count(shape), shape[0] * shape[1]), default=(0, 1))
+    chosen: set[str] = set()
+    if N and few_rows.takes_full(K, dtype, device):
+        weight = nn.Parameter(torch.ones(N, K, dtype=dtype), requires_grad=False)
+        if clearly_faster(FewRowsLinear(weight, None), FullLinear(weight, None), dtype):
+            chosen.add(FewRowsLinear.__name__)
+    first = next(iter(checkpoint.linears.values()), None)
+    if first is not None and few_rows.takes_int4(first.bits, K, first.group_size, first.zeros_NG, dtype, device):
+        codes = torch.ones(N, K, dtype=torch.uint8)
+        groups = torch.ones(N, K // first.group_size)
+        parts = (codes, groups, groups, None, first.bits, first.group_size, None, dtype, device)
+        if clearly_faster(quantized_linear(*parts, True), quantized_linear(*parts, False), dtype):
+            chosen.add(FewRowsInt4Linear.__name__)
+    return chosen
 
 
 def measured_dense_from(module: nn.Module, dtype: torch.dtype) -> dict[str, int | None]:

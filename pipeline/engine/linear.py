@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 ROW_CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
+FEW_ROWS = (1, 4)  # what decoding and verifying a draft ask for
 TIMING_REPEATS = 5
 CLEAR_WIN = 0.9  # of the native time
 TILE_WEIGHTS = 2**20  # weights made dense at a time: 4 MiB of float32
@@ -187,6 +188,16 @@ def measure_dense_from(linear: PackedWeight, dtype: torch.dtype) -> int | None:
         if _shortest_s(linear.dense, x_MK) < CLEAR_WIN * _shortest_s(linear.native, x_MK):
             return rows
     return None
+
+
+def clearly_faster(one: PackedWeight, other: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether `one` beats `other`, the same layer by another kernel, for one row and for a few together."""
+    spent = dict.fromkeys((one, other), 0.0)
+    for rows in FEW_ROWS:
+        x_MK = torch.ones(rows, one.in_features, dtype=dtype)
+        for linear in spent:
+            spent[linear] += _shortest_s(linear.native, x_MK)
+    return spent[one] < CLEAR_WIN * spent[other]
 
 
 def _shortest_s(compute: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from pipeline.engine.few_rows import FewRowsInt4Linear, takes_int4
 from pipeline.engine.linear import DequantLinear, PackedWeight
 
 INT4_GROUPS = (256, 128, 64, 32)  # groups torch's int4 kernels take
@@ -90,13 +91,16 @@ def quantized_linear(
     bias_N: torch.Tensor | None,
     dtype: torch.dtype,
     device: str,
+    few_rows: bool,
 ) -> PackedWeight:
-    """The fastest layer that computes w = (code - zero) * scale exactly up to rounding: Int4Linear or DequantLinear.
+    """A layer that computes w = (code - zero) * scale up to rounding: by a kernel where there is one, else dense.
 
+    With `few_rows` FewRowsInt4Linear where it takes the layer, otherwise torch's Int4Linear, otherwise DequantLinear.
     Act-order is undone by permuting columns into contiguous groups, and the input with them on each forward.
     """
     K = codes_NK.shape[1]
-    refusal = int4_refusal(bits, K, group_size, dtype, device)
+    few_rows = few_rows and takes_int4(bits, K, group_size, zeros_NG, dtype, device)
+    refusal = None if few_rows else int4_refusal(bits, K, group_size, dtype, device)
     bias_N = bias_N.to(device, dtype) if bias_N is not None else None
     if refusal is not None:
         index_K = group_index_K if group_index_K is not None else torch.arange(K) // group_size
@@ -106,7 +110,11 @@ def quantized_linear(
     if group_index_K is not None:
         order_K = torch.argsort(group_index_K, stable=True)
         codes_NK = codes_NK[:, order_K]
-    linear = Int4Linear(codes_NK, scales_NG, zeros_NG, group_size, bias_N, dtype, device)
+    linear: PackedWeight
+    if few_rows:
+        linear = FewRowsInt4Linear(codes_NK, scales_NG, zeros_NG, group_size, bias_N)
+    else:
+        linear = Int4Linear(codes_NK, scales_NG, zeros_NG, group_size, bias_N, dtype, device)
     linear.input_order_K = order_K.to(device) if order_K is not None else None
     return linear
 

@@ -1,0 +1,123 @@
+"""The C++ kernels against float64 products, within the rounding of float32 sums and of the output's dtype."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.checkpoint.load import dense_from_of, load_decoder
+from pipeline.engine import few_rows
+from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsLinear, pack_nibbles, unpack_nibbles
+from pipeline.engine.linear4 import Int4Linear, quantized_linear
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # half an ulp, relative
+
+needs_kernels = pytest.mark.skipif(few_rows.refusal() is not None, reason=f"no kernels here: {few_rows.refusal()}")
+
+
+def within(y_MN, x_MK, weight_NK, dtype):
+    """Every output within K float32 roundings of the exact product, and one rounding to `dtype`."""
+    exact = x_MK.double() @ weight_NK.double().t()
+    sums = (x_MK.shape[1] + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.double().abs().t())
+    return ((y_MN.double() - exact).abs() <= sums + UNIT[dtype] * (exact.abs() + sums)).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("M", [*range(1, 10), 17])
+@pytest.mark.parametrize(("N", "K"), [(64, 576), (101, 48), (1, 16), (333, 1536)])
+def test_bf16_weights(M, N, K, dtype):
+    generator = torch.Generator().manual_seed(M * N)
+    weight_NK = torch.randn(N, K, generator=generator).bfloat16()
+    x_MK = torch.randn(M, K, generator=generator).to(dtype)
+    y_MN = FewRowsLinear(torch.nn.Parameter(weight_NK, requires_grad=False), None)(x_MK)
+    assert y_MN.dtype == dtype and within(y_MN, x_MK, weight_NK, dtype)
+    assert not within(y_MN, x_MK, weight_NK.roll(1, 1), dtype), "the bound would not notice shifted columns"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("M", [*range(1, 10), 17])
+@pytest.mark.parametrize(("N", "K", "group"), [(64, 576, 64), (101, 256, 128), (7, 512, 512)])
+def test_int4_weights(M, N, K, group, dtype):
+    generator = torch.Generator().manual_seed(M * N)
+    codes_NK = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
+    zeros_NG = torch.randint(0, 17, (N, K // group), generator=generator, dtype=torch.uint8)  # a v1 file can say 16
+    scales_NG = torch.rand(N, K // group, generator=generator) * 0.02
+    x_MK = torch.randn(M, K, generator=generator).to(dtype)
+    linear = FewRowsInt4Linear(codes_NK, scales_NG, zeros_NG, group, None)
+    steps_NGg = codes_NK.view(N, -1, group).double() - zeros_NG[..., None].double()
+    weight_NK = (steps_NGg * scales_NG[..., None].double()).view(N, K)
+    # the kernel forms each weight as 16 s (1 + c / 16) - (16 + z) s: four roundings of at most 32 s
+    roundings = 4 * UNIT[torch.float32] * 32 * scales_NG.double().repeat_interleave(group, 1)
+    slack = x_MK.double().abs() @ roundings.t()
+    exact = x_MK.double() @ weight_NK.t()
+    sums = (K + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.abs().t()) + slack
+    bound = sums + UNIT[dtype] * (exact.abs() + sums)
+    assert ((linear(x_MK).double() - exact).abs() <= bound).all()
+    linear.dense_from_rows = 1
+    assert ((linear(x_MK).double() - exact).abs() <= bound).all()
+    off_by_one = exact - x_MK.double() @ scales_NG.double().repeat_interleave(group, 1).t()
+    assert ((linear(x_MK).double() - off_by_one).abs() > bound).any(), "the bound would not notice zeros one off"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_nibbles_round_trip(N, blocks, seed):
+    codes_NK = torch.randint(0, 16, (N, 64 * blocks), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes_NK)), codes_NK)
+
+
+@needs_kernels
+def test_which_layers_are_taken():
+    codes, zeros = torch.zeros(8, 192, dtype=torch.uint8), torch.zeros(8, 3)
+
+    def kind(zeros, group, bits=4):
+        scales = torch.ones(8, 192 // group)
+        parts = (codes, scales, zeros[:, : 192 // group], None, bits, group, None, torch.float32, "cpu")
+        return type(quantized_linear(*parts, True))
+
+    assert kind(zeros, 64) is FewRowsInt4Linear
+    assert kind(zeros + 0.5, 64) is Int4Linear, "a zero between two codes is not a byte"
+    assert kind(torch.zeros(8, 6), 32) is Int4Linear
+    assert not few_rows.takes_full(40, torch.bfloat16, "cpu")
+    assert not few_rows.takes_full(64, torch.float32, "cpu")
+    assert not few_rows.takes_full(64, torch.bfloat16, "cuda")
+
+
+@needs_kernels
+def test_classes_given_are_classes_used(make_decoder, tmp_path):
+    make_decoder(1).module.bfloat16().save_pretrained(tmp_path)
+    options = {"device": "cpu", "dtype": torch.bfloat16, "pack_head": False, "trust_remote_code": False}
+    ids_T = torch.arange(6)
+    logits = []
+    for classes in ({"FullLinear": None}, {"FewRowsLinear": None}):
+        decoder = load_decoder(tmp_path, dense_from=classes, **options)
+        assert dense_from_of(decoder) == classes
+        assert list(decoder.describe()["kernels"]) == list(classes)
+        logits.append(decoder.forward(ids_T, decoder.new_cache(6)).float())
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)
+
+
+def test_without_a_compiler_torch_serves_and_says_why(tmp_path):
+    code = "from pipeline.engine import few_rows; print(few_rows.refusal())"
+    environment = {"PATH": "/nowhere", "CXX": "no-such-compiler", "FEW_ROWS_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "no C++ compiler"
+
+
+def test_a_failing_compiler_leaves_nothing_behind(tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    folder = tmp_path / "kernels"
+    code = "from pipeline.engine import few_rows; print(few_rows.refusal())"
+    environment = {"PATH": "/usr/bin:/bin", "CXX": str(compiler), "FEW_ROWS_DIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "compiling few_rows.cpp failed: broken"
+    assert list(folder.iterdir()) == []
