@@ -75,10 +75,11 @@ def read_britannica(files: list[Path], text_field: str | None) -> Iterator[Docum
     """The columns of running text of the 1911 encyclopaedia's article, as paragraphs: ids name/scan_column."""
     for path in files:
         for scan, body in SCAN.findall(text_of(path)):
-            words = body.split()
+            text = reflow(EDITORS_MARK.sub("", body))
+            words = text.split()
             plain = sum(PLAIN_WORD.fullmatch(w) is not None for w in words)
-            if plain >= RUNNING_TEXT_SHARE * len(words):
-                yield Document(f"{path.stem}/{scan}", reflow(EDITORS_MARK.sub("", body)))
+            if plain > RUNNING_TEXT_SHARE * len(words):
+                yield Document(f"{path.stem}/{scan}", text)
 
 
 def reflow(scanned: str) -> str:

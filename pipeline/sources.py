@@ -24,7 +24,8 @@ from typing import IO, Any
 from pipeline import provenance
 
 NETWORK_TIMEOUT_S = 10
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt", "*.py")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+CODE_FILES = ("*.py",)  # taken only where model.trust_remote_code says so
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 NO_HUB = "connect, set the source to a local folder (source: path), or use the default experiment, which needs no hub"
 
@@ -138,8 +139,8 @@ def hub_token(repo: str, gated: bool, key: str) -> str | bool:
     return token or False
 
 
-def hub_model(repo: str, revision: str, folder: Path, *, gated: bool, key: str) -> None:
-    """Put the safetensors, config and tokenizer files of a model repository into `folder`.
+def hub_model(repo: str, revision: str, folder: Path, *, gated: bool, code: bool, key: str) -> None:
+    """Put the safetensors, config and tokenizer files of a model repository into `folder`, and with `code` its Python.
 
     They pass through the hub's own cache, so an interrupted download goes on where it stopped. Raises SourceError:
     gated without a token, unknown repository or revision, pickled weights only, hub not reachable.
@@ -153,13 +154,14 @@ def hub_model(repo: str, revision: str, folder: Path, *, gated: bool, key: str) 
         cached = snapshot_download(
             repo,
             revision=revision,
-            allow_patterns=list(MODEL_FILES),
+            allow_patterns=[*MODEL_FILES, *CODE_FILES * code],
             ignore_patterns=["*/*"],
             token=token,
             etag_timeout=NETWORK_TIMEOUT_S,
         )
     for source in Path(cached).iterdir():
-        link_or_copy(source.resolve(), folder / source.name)
+        if _is_model_file(source, code):  # the cache may hold what others fetched
+            link_or_copy(source.resolve(), folder / source.name)
 
 
 @contextlib.contextmanager
@@ -192,14 +194,18 @@ def check_weight_names(names: list[str], where: str) -> None:
     raise SourceError(f"{where} holds {found}; give a model with .safetensors files")
 
 
-def local_model(source: Path, folder: Path, key: str) -> None:
-    """Copy the safetensors, config and tokenizer files of a local model folder into `folder`."""
+def local_model(source: Path, folder: Path, *, code: bool, key: str) -> None:
+    """Copy the safetensors, config and tokenizer files of a local model into `folder`, and with `code` its Python."""
     if not source.is_dir():
         raise SourceError(f"{key}.path: {source} is not a folder; give one in Hugging Face form")
     check_weight_names([p.name for p in source.iterdir()], f"{key}.path: {source}")
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.name != "source.json" and any(fnmatch(path.name, p) for p in MODEL_FILES):
+        if _is_model_file(path, code) and path.name != "source.json":
             shutil.copyfile(path, folder / path.name)
+
+
+def _is_model_file(path: Path, code: bool) -> bool:
+    return path.is_file() and any(fnmatch(path.name, p) for p in (*MODEL_FILES, *CODE_FILES * code))
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -16,7 +16,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # What the few merges beyond single bytes are learnt from.
-MERGE_TEXT = "the cat and the hen went to the river, and then the other hens went there; def return if for in range(n):"
+MERGE_TEXT = (
+    "the cat and the hen went to the river, and then the other hens went there with the keeper of the lamp; "
+    "nobody on the shore had seen another lamp shine so far over the water, or had heard the sea sing to the rocks. "
+    "def return_all(words): return [word for word in words if len(word) > 1] # returns the longer words in the list"
+)
 
 
 def make(shape: RandomLlama, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
@@ -45,7 +49,10 @@ def make(shape: RandomLlama, folder: Path, *, dtype: torch.dtype, seed: int) -> 
 
 
 def make_tokenizer(vocab_size: int, context_tokens: int) -> Any:
-    """Byte-level BPE: 256 bytes, two turn marks (the second ends a text) and as many merges as still fit."""
+    """Byte-level BPE: 256 bytes, two turn marks (the second ends a text) and as many merges as fit.
+
+    MERGE_TEXT has merges for about 370 ids; beyond them the model's embedding is padding, as in many real models.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

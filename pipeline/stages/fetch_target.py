@@ -46,11 +46,13 @@ def _materialize(model: Model, runtime: Runtime, folder: Path) -> list[str]:
     """Put the model's files into `folder`; returns the conversions made on the way."""
     if model.source == "hub":
         assert model.id and model.revision
-        sources.hub_model(model.id, model.revision, folder, gated=model.gated, key="model")
+        sources.hub_model(
+            model.id, model.revision, folder, gated=model.gated, code=model.trust_remote_code, key="model"
+        )
         return []
     if model.source == "path":
         assert model.path
-        sources.local_model(Path(model.path), folder, "model")
+        sources.local_model(Path(model.path), folder, code=model.trust_remote_code, key="model")
         return []
     if model.source == "random":
         from pipeline.checkpoint import random_llama
@@ -77,7 +79,7 @@ def _from_wheel(model: Model, runtime: Runtime, folder: Path) -> list[str]:
             from pipeline.checkpoint import from_gguf
 
             return from_gguf.convert(weights, folder, _dtype(runtime))
-        sources.local_model(weights.parent, folder, "model")
+        sources.local_model(weights.parent, folder, code=model.trust_remote_code, key="model")
         return []
 
 

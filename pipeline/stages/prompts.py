@@ -63,7 +63,7 @@ class Asker:
 
     def ids(self, text: str) -> list[int]:
         """One BOS at the front when the tokenizer begins texts with one, whether or not the template wrote it too."""
-        ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        ids = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         while self.lead and ids[:1] == self.lead:
             ids = ids[1:]
         return self.lead + ids
@@ -135,7 +135,7 @@ def cut_passages(document: dict[str, Any], asker: Asker, limit: int) -> list[Pie
     used = 0
     sentences = SENTENCE_BREAK.split(document["text"].strip())
     for sentence in sentences[0 if sentences[0][:1].isupper() else 1 :]:
-        tokens = len(asker.tokenizer(" " + sentence, add_special_tokens=False).input_ids)
+        tokens = len(asker.tokenizer(" " + sentence, add_special_tokens=False, verbose=False).input_ids)
         if used + tokens > room:
             if 2 * used >= room:
                 passages.append(Piece(f"{document['id']}#{len(passages)}", " ".join(run_of)))
