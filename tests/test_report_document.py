@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from report_fixtures import PARAMS, sections_of, write_study
 
+from pipeline import provenance
 from pipeline.reporting import document, figures, records, speed_sections
 from pipeline.reporting.study import Study
 from pipeline.stages import report
@@ -160,6 +162,31 @@ def test_a_void_sweep_voids_its_row(tmp_path):
     assert (found.rows["base_spec"].verdict, found.rows["base"].verdict) == ("VOID", "OK")
 
 
+def test_base_that_stands_alone_says_why(tmp_path):
+    def change(metrics):
+        for name, arm in metrics["arms"].items():
+            arm["verdict"] = "OK" if name == "base" else "UNDECIDED"
+
+    first = text_of(tmp_path, benchmark=change).splitlines()[2]
+    assert first.startswith(
+        "**Deploy `base`, plain decoding**: no other row qualifies: `base_spec` (UNDECIDED), `gptq` ("
+    )
+
+
+def test_speculation_that_pays_is_recommended_with_its_draft(tmp_path):
+    def change(metrics):
+        for target in ("gptq", "awq"):
+            for name in (target, f"{target}_spec"):
+                metrics["arms"][name] |= {"verdict": "VOID", "reasons": ["it loops"]}
+
+    text = text_of(tmp_path, benchmark=change)
+    assert text.splitlines()[2] == (
+        "**Deploy `base`, speculative decoding with K = 2**: 1.2 of its weight bytes (draft included); "
+        "speculation pays: 1.27 (1.25–1.28) times the speed of plain decoding at K = 2."
+    )
+    assert "draft_len: 2" in text and "draft.precision: int4" in text
+
+
 def test_nothing_qualifies_is_said_first(tmp_path):
     def change(metrics):
         for name, arm in metrics["arms"].items():
@@ -170,6 +197,41 @@ def test_nothing_qualifies_is_said_first(tmp_path):
         "**Nothing qualifies**: `base`: UNDECIDED: wide base; `base_spec`: UNDECIDED"
     )
     assert "The recommended row as settings" not in text
+
+
+def test_a_row_that_could_not_run_is_reported_with_its_reason(tmp_path):
+    from pipeline.measure.matrix import Row, void_metrics
+
+    no_draft = void_metrics(Row("awq_spec", "awq", None, 0, "no draft to quantize"))
+    study = study_of(tmp_path, benchmark=lambda metrics: metrics["arms"].update(awq_spec=no_draft))
+    text = document.render(study)
+    assert row_of(text, "awq_spec")[-1] == "VOID"
+    assert "- `awq_spec`: no draft to quantize." in text
+    with figures.style():
+        figures.save(figures.trade_off(study.rows, study.recommendation), tmp_path, "trade-off")
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ({"kind": "ngram", "ngram_max": 3}, "No model: the longest suffix (up to 3 tokens)"),
+        ({"kind": "self"}, "The target's own quantized weights"),
+        (
+            {"kind": "model", "name": "Small", "parameters": 135e6, "common_vocab_size": 49152},
+            "Small (135 M parameters), with the target's tokenizer: 49,152 token ids in common.",
+        ),
+    ],
+)
+def test_every_kind_of_draft_is_described(tmp_path, draft, said):
+    def replace(metrics):
+        metrics.clear()
+        metrics |= draft
+
+    def nothing_to_quantize(metrics):
+        metrics.clear()
+        metrics |= {"kind": "ngram", "weight_bytes": 0, "modules": 0, "layers": []}
+
+    assert said in text_of(tmp_path, draft=replace, quantize__draft=nothing_to_quantize)
 
 
 def test_interaction_names_the_factor_by_hand(tmp_path):
@@ -196,6 +258,8 @@ def test_the_stage_loads_no_model_library_and_ends_with_the_verdict(tmp_path):
         "import sys; from pipeline.__main__ import main; code = main(sys.argv[1:]);"
         "print(sorted({'torch', 'transformers', 'mlflow'} & set(sys.modules)), code)"
     )
+    params = tmp_path / "params.yaml"
+    params.write_text(yaml.safe_dump(provenance.finite(PARAMS)))
     arguments = [
         "report",
         f"results={results}",
@@ -206,9 +270,13 @@ def test_the_stage_loads_no_model_library_and_ends_with_the_verdict(tmp_path):
         ),
     ]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code, *arguments, f"--params={params}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     *_, verdict, where, modules = done.stdout.splitlines()
     assert verdict.startswith("Deploy gptq, plain decoding: ")
     assert where == f"Report: {tmp_path / 'out' / 'r.md'}"

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import pytest
 from report_fixtures import PARAMS, sections_of, write_study
@@ -31,6 +32,15 @@ def test_only_the_method_that_changed_makes_its_own_result_stale(tmp_path):
     sections["quantize"] = PARAMS.quantize | {"awq": dataclasses.replace(PARAMS.quantize["awq"], bits=8)}
     with pytest.raises(records.StaleResults, match=r"quantize@awq\.json: made with quantize\.awq\.bits=4"):
         records.load(results, environment, sections)
+
+
+def test_a_result_of_another_machine_is_refused(tmp_path):
+    results, environment = write_study(tmp_path, PARAMS)
+    record = json.loads((results / "benchmark.json").read_text())
+    record["provenance"]["inputs"]["environment"] = "0" * 64
+    (results / "benchmark.json").write_text(json.dumps(record))
+    with pytest.raises(records.StaleResults, match=r"benchmark\.json: measured on another machine"):
+        records.load(results, environment, sections_of(PARAMS))
 
 
 def test_an_absent_result_is_named(tmp_path):

@@ -26,8 +26,8 @@ def test_children_are_the_six_arms_with_what_sets_them_apart(run):
     assert list(children) == ["base", "base_spec", "gptq", "gptq_spec", "awq", "awq_spec"]
     assert children["gptq"].params["quantize.bits"] == "4"
     assert "draft.kind" not in children["gptq"].params
-    assert children["gptq_spec"].params["draft.kind"] == PARAMS.draft.kind
-    assert children["base"].params == {"target": "base", "draft_len": 0}
+    assert children["gptq_spec"].params["draft.kind"] == "distill"
+    assert children["base"].params == {"decoding": "plain", "target": "base", "draft_len": 0}
 
 
 def test_numbers_are_metrics_and_what_is_missing_says_why(run):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.reporting import figures, headline, markdown, quality_sections, setting_sections, speed_sections
+from pipeline.reporting import (
+    draft_section,
+    figures,
+    headline,
+    markdown,
+    quality_sections,
+    setting_sections,
+    speed_sections,
+)
 from pipeline.reporting.study import Study
 
 
 def render(study: Study) -> str:
     """Markdown; figures are linked relative to the report."""
     parts = [
-        f"# {study.config.model.name}: which of six configurations to deploy",
+        f"# {study.config.name}: how to deploy {study.config.model.name}",
         headline.verdict(study),
         headline.matrix(study),
         headline.row_notes(study),
@@ -23,6 +31,7 @@ def render(study: Study) -> str:
         speed_sections.limits(study),
         quality_sections.quality(study),
         quality_sections.quantization(study),
+        draft_section.draft(study),
         setting_sections.memory(study),
         setting_sections.data(study),
         setting_sections.environment(study),

@@ -38,9 +38,9 @@ def decoding(row: Row) -> str:
 def gains(row: Row, study: Study) -> list[str]:
     base = study.rows["base"]
     if row.name == "base":
-        return [f"no other row that qualifies is better in {study.recommendation.objective} beyond the noise floor"]
+        return [unbeaten(study)]
     parts = []
-    if row.speedup is not None:
+    if row.speedup is not None and row.target != "base":  # what speculation gains is said by `speculation`
         parts.append(f"{ratio(row.speedup)} times the decode speed of `base`{unless_claimed(row, study)}")
     if row.resident_bytes and base.resident_bytes:
         draft = " (draft included)" if row.speculative else ""
@@ -48,6 +48,16 @@ def gains(row: Row, study: Study) -> list[str]:
     if row.target != "base":
         parts.append(f"token perplexity {signed_interval(row.ppl_increase_pct, '%')}")
     return parts
+
+
+def unbeaten(study: Study) -> str:
+    failures = study.recommendation.failures
+    if len(failures) < len(study.rows) - 1:
+        return f"no other row that qualifies is better in {study.recommendation.objective} beyond the noise floor"
+    verdicts = {n: study.rows[n].verdict for n in failures}
+    return "no other row qualifies: " + ", ".join(
+        f"`{n}` ({failures[n][0] if verdict == 'OK' else verdict})" for n, verdict in verdicts.items()
+    )
 
 
 def unless_claimed(row: Row, study: Study) -> str:
@@ -69,13 +79,25 @@ def speculation(row: Row, study: Study) -> str:
 
 def context(study: Study) -> str:
     """Objective and limits, the losing alternative, the noise floor, the setting: one short line each."""
-    lines = [f"Objective: {OBJECTIVES[study.recommendation.objective]}{answer_times(study)}. Limits: {limits(study)}."]
+    lines = [
+        setting(study),
+        f"Objective: {OBJECTIVES[study.recommendation.objective]}{answer_times(study)}. Limits: {limits(study)}.",
+    ]
     if study.choice and study.recommendation.reasons:
         lines.append(f"Why: {'; '.join(study.recommendation.reasons)}.")
     if name := study.recommendation.alternative:
         lines.append(f"Strongest alternative: `{name}`: {study.recommendation.alternative_reason}.")
     lines.append(noise(study))
     return markdown.bullets(lines)
+
+
+def setting(study: Study) -> str:
+    machine, prompts = study.records.environment, study.records.metrics("benchmark")["prompts"]
+    where = "; ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['threads']} threads"
+    kinds = ", ".join(sorted(study.arms["base"]["by_category"]))
+    temperature = study.config.speculate.sampling.temperature
+    how = "greedy" if temperature == 0 else f"sampling at temperature {temperature:g}"
+    return f"Setting: {where}; one stream, {how}; {prompts['count']} prompts ({kinds})."
 
 
 def answer_times(study: Study) -> str:

@@ -49,9 +49,13 @@ def load(results: Path, environment: Path, sections: dict[str, Any]) -> Records:
     """
     now = provenance.finite(sections)
     by_name = read(results)
+    machine, sha256 = provenance.read_json(environment), provenance.tree_sha256(environment)
     for name, record in by_name.items():
-        check_sections(results / f"{name}.json", record, now)
-    return Records(by_name, provenance.read_json(environment))
+        path = results / f"{name}.json"
+        check_sections(path, record, now)
+        if record["provenance"]["inputs"].get("environment", sha256) != sha256:
+            raise StaleResults(f"{path}: measured on another machine than {environment} describes; run `dvc repro`")
+    return Records(by_name, machine)
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:

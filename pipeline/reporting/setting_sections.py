@@ -203,7 +203,7 @@ def reproduce(study: Study) -> str:
     return markdown.section(
         "Reproduce",
         "```sh\nmake repro                                   # everything that changed, then this report\n"
-        "dvc exp run -S quantize.gptq.group_size=128  # the same study with another setting\n"
+        "dvc exp run -S quantize.gptq.group_size=32  # the same study with another setting\n"
         "dvc metrics diff                             # its numbers against these\n```",
         serve(study),
     )

@@ -60,11 +60,12 @@ def parent(
 def child(name: str, arm: dict[str, Any], by_name: dict[str, Any], curves: dict[str, Any]) -> tracking.Run:
     """One arm. A speculative one carries its target's sweep, so that comparing runs lays the curves over each other."""
     target, speculative = arm["target"], arm["speculative"]
-    settings: dict[str, Any] = {"target": target, "draft_len": arm["draft_len"]}
+    decoding = "speculative" if speculative else "plain"
+    settings: dict[str, Any] = {"decoding": decoding, "draft_len": arm["draft_len"], "target": target}
     if f"quantize@{target}" in by_name:
         settings |= flatten({"quantize": by_name[f"quantize@{target}"]["provenance"]["sections"]["quantize"]})
     if speculative:
-        settings |= flatten({"draft": by_name["draft"]["provenance"]["sections"]["draft"]})
+        settings["draft.kind"] = by_name["draft"]["metrics"]["kind"]
     measured = {k: v for k, v in arm.items() if v is None or (k not in settings and tracking.is_metric(v))}
     return tracking.Run(
         name=name,
@@ -86,7 +87,10 @@ def sweep(curve: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
 def origin_tags(by_name: dict[str, Any]) -> dict[str, str]:
     """Commits of the code that measured, and DVC's hash of every output."""
     origins = [record["provenance"]["git"] for record in by_name.values()]
-    tags = {"git.commit": ", ".join(sorted({str(o["commit"]) for o in origins}))}
+    commits = sorted({str(o["commit"]) for o in origins})
+    tags = {"git.commit": ", ".join(commits)}
+    if len(commits) == 1:
+        tags["mlflow.source.git.commit"] = commits[0]
     if any(o["dirty"] for o in origins):
         tags["git.dirty"] = "true"
     return tags | dvc_hashes(Path("dvc.lock"))

@@ -1,0 +1,69 @@
+"""Section on the draft: where proposals come from, what it cost to make and how often it says what the target says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.reporting import markdown, numbers
+from pipeline.reporting.numbers import count, number, share
+from pipeline.reporting.study import Study
+
+
+def draft(study: Study) -> str:
+    found = study.records.metrics("draft")
+    describe = {"distill": distilled, "model": fetched, "self": itself, "ngram": lookup}
+    return markdown.section("Draft", describe[found["kind"]](found), used(study))
+
+
+def distilled(found: dict[str, Any]) -> str:
+    training, answers = found["training"], found["answers"]
+    layers = ", ".join(map(str, found["layers"]))
+    short = training["steps"] < training["steps_asked"]
+    asked = f" of {count(training['steps_asked'])} asked for (time budget)" if short else ""
+    return (
+        f"Layers {layers} of the target under its own embedding, norm and head ({number(found['parameters'] / 1e6)} M "
+        f"parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
+        f"its own greedy answers to {count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, "
+        f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering.\n\n" + agreement(found)
+    )
+
+
+def agreement(found: dict[str, Any]) -> str:
+    """On answers to prompts that were not trained on."""
+    before, after = found["agreement"]["before"], found["agreement"]["after"]
+    rows = [["all", before, after], *([c, before["by_category"][c], a] for c, a in after["by_category"].items())]
+    cells = [[kind, share(b["value"]), share(a["value"]), count(a["tokens"])] for kind, b, a in rows]
+    headers = ["held-out prompts", "agreement before training", "after", "tokens"]
+    return (
+        "**Agreement**: share of the target's greedy tokens that are also the draft's, given the target's text before "
+        "them.\n\n" + markdown.table(headers, cells)
+    )
+
+
+def fetched(found: dict[str, Any]) -> str:
+    return (
+        f"{found['name']} ({number(found['parameters'] / 1e6)} M parameters), with the target's tokenizer: "
+        f"{count(found['common_vocab_size'])} token ids in common."
+    )
+
+
+def itself(found: dict[str, Any]) -> str:
+    return "The target's own quantized weights draft for it."
+
+
+def lookup(found: dict[str, Any]) -> str:
+    return f"No model: the longest suffix (up to {count(found['ngram_max'])} tokens) that stood before is continued."
+
+
+def used(study: Study) -> str:
+    """Read back from what the matrix loaded."""
+    rows = []
+    for name, row in study.rows.items():
+        if not row.speculative:
+            continue
+        arm = study.arms[name]
+        about = arm["draft"] or {}
+        size = numbers.size(row.draft_weight_bytes, row.why_null("draft_weight_bytes"))
+        rows.append([f"`{name}`", about.get("precision") or numbers.na(row.verdict), size, share(row.acceptance_rate)])
+    headers = ["row", "draft's weights, as loaded", "size", "kept"]
+    return markdown.table(headers, rows, left=2)
