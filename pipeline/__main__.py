@@ -118,6 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("FEW_ROWS_DIR", str(Path("artifacts/kernels").resolve()))
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
     signal.signal(signal.SIGTERM, _terminate)
     try:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)

@@ -25,6 +25,7 @@ SHAPE = RandomLlama(
 
 def model_section(**changed: Any) -> Model:
     absent = dict.fromkeys(("id", "revision", "package", "version", "file", "sha256", "path", "parameters"))
+    absent |= dict.fromkeys(("packable_parameters", "cache_values_per_token"))
     plain = {"name": "m", "source": "random", "random": SHAPE, "license": "Apache-2.0", "gated": False, "note": "n"}
     return Model(**{**absent, **plain, "trust_remote_code": False, **changed})
 
