@@ -1,0 +1,293 @@
+"""A draft distilled from its target: some of its layers, under its own embedding, norm and head, trained to say what
+the target says. It learns from the target's own greedy answers (as in DistillSpec, arXiv:2310.08461): that is the text
+it will have to guess.
+
+What the target thinks is kept as its final hidden states, the exact and compact form of its logits: the head that turns
+one into the other is the draft's own. That head is most of a small draft's cost, so the loss uses only the ids that the
+target finds likely somewhere in the answers.
+
+Legend: B sequences, S positions, N positions of a loss, D hidden size, U ids of the loss, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pipeline.config import Distill
+
+WARM_UP, LAST_RATE = 0.05, 0.1  # shares of the steps and of the peak learning rate
+CURVE_POINTS = 12
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+CHUNK_POSITIONS = 512  # positions whose logits over the whole vocabulary are held at once
+
+
+class DistillError(ValueError):
+    """A recipe that does not fit the target or the prompts."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The target's greedy answer to one prompt.
+
+    `ids_S`: prompt and answer; `hidden_SD`: the target's final hidden states (after the norm) at all positions but the
+    last, so that `hidden_SD[i]` predicts `ids_S[i + 1]`.
+    """
+
+    category: str
+    prompt_tokens: int
+    ids_S: torch.Tensor
+    hidden_SD: torch.Tensor
+
+    @property
+    def first(self) -> int:
+        """The position that predicts the first token of the answer."""
+        return self.prompt_tokens - 1
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Raises DistillError when the file of stage `prompts` is absent."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise DistillError(f"{path}: not found; run `dvc repro prompts` to produce it") from None
+
+
+def choose(rows: list[dict[str, Any]], split: str, per_category: int, path: Path) -> list[dict[str, Any]]:
+    """The first `per_category` prompts of each category of a split. Raises DistillError when it has none."""
+    by_category: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["split"] == split:
+            by_category.setdefault(row["category"], []).append(row)
+    chosen = [row for _, own in sorted(by_category.items()) for row in own[:per_category]]
+    if not chosen:
+        raise DistillError(
+            f"{path}: no prompt is in the {split} split, which distillation needs; raise prompts.train_per_category "
+            f"or take another draft (draft=ngram, draft=self)"
+        )
+    return chosen
+
+
+def load_target(folder: Path, device: str) -> Any:
+    """The target in float32 (training needs it, and CPUs are faster at it than at bfloat16), decoding greedily."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    target.to(device).eval().requires_grad_(False)
+    asked = target.generation_config
+    pad = asked.pad_token_id if asked.pad_token_id is not None else 0
+    # Nothing else of the folder's own settings: temperatures and repetition penalties would change the greedy answer.
+    target.generation_config = GenerationConfig(do_sample=False, eos_token_id=asked.eos_token_id, pad_token_id=pad)
+    return target
+
+
+def take_layers(target: Any, layers: list[int]) -> Any:
+    """A float32 model of the target's class with only `layers` of it; nothing is shared with the target.
+
+    Raises DistillError for a layer out of range and for an architecture without `.model.layers`.
+    """
+    if not hasattr(getattr(target, "model", None), "layers"):
+        raise DistillError(
+            f"draft.kind: distill copies `.model.layers`, which {type(target).__name__} does not have; take a draft "
+            f"model of its family (draft.kind=model) or draft=ngram"
+        )
+    depth = target.config.num_hidden_layers
+    wrong = [layer for layer in layers if not -depth <= layer < depth]
+    if wrong or not layers:
+        raise DistillError(
+            f"draft.distill.layers: {wrong or layers} not in the target, which has {depth} layers; give at least one "
+            f"of {-depth}..{depth - 1}"
+        )
+    config = type(target.config).from_dict(target.config.to_dict())
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [target.config.layer_types[layer] for layer in layers]
+    with torch.random.fork_rng(devices=[]):
+        draft = type(target)(config).to(target.device, torch.float32).eval()
+    own = {name: tensor for name, tensor in target.state_dict().items() if not name.startswith("model.layers.")}
+    for i, layer in enumerate(layers):
+        part = target.model.layers[layer].state_dict()
+        own |= {f"model.layers.{i}.{name}": tensor for name, tensor in part.items()}
+    draft.load_state_dict(own)
+    return draft
+
+
+@torch.no_grad()
+def answer(target: Any, prompts: list[dict[str, Any]], max_new_tokens: int, batch_size: int) -> list[Answer]:
+    """Greedy answers in batches of similar length, in the order of `prompts`; hidden states are caught on the way."""
+    end = target.generation_config.eos_token_id
+    ends = set(end if isinstance(end, list) else [end])
+    answers: dict[int, Answer] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))
+    for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
+        ids_BS, mask_BS = _pad_left([prompts[i]["input_ids"] for i in chosen], target)
+        hidden: list[torch.Tensor] = []
+        hook = target.model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))  # noqa: B023
+        try:
+            new_BS = target.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=max_new_tokens)
+        finally:
+            hook.remove()
+        hidden_BSD = torch.cat(hidden, dim=1)
+        for i, new_S, mask_S, hidden_SD in zip(chosen, new_BS, mask_BS, hidden_BSD, strict=True):
+            start = ids_BS.shape[1] - int(mask_S.sum())
+            stop = next((t + 1 for t in range(ids_BS.shape[1], len(new_S)) if int(new_S[t]) in ends), len(new_S))
+            answers[i] = Answer(
+                prompts[i]["category"],
+                int(mask_S.sum()),
+                new_S[start:stop].clone(),
+                hidden_SD[start : stop - 1].to(torch.float16),
+            )
+    return [answers[i] for i in range(len(prompts))]
+
+
+def _pad_left(prompts: list[list[int]], target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids_BS, mask_BS), so that all prompts end, and all answers begin, at the same position."""
+    longest = max(map(len, prompts))
+    pad = target.generation_config.pad_token_id
+    ids = [[pad] * (longest - len(p)) + p for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(ids, device=target.device), torch.tensor(mask, device=target.device)
+
+
+@torch.no_grad()
+def agreement(draft: Any, answers: list[Answer]) -> dict[str, Any]:
+    """Share of the target's greedy tokens that are also the draft's, given the target's text before them.
+
+    {"value", "tokens", "by_category": {category: {"value", "tokens"}}}: one teacher-forced pass an answer.
+    """
+    counts: dict[str, list[int]] = {}
+    for a in answers:
+        new_S = a.ids_S[a.prompt_tokens :]
+        logits_SV = draft(a.ids_S[None, :-1], logits_to_keep=len(new_S)).logits[0]
+        hits_tokens = counts.setdefault(a.category, [0, 0])
+        hits_tokens[0] += int((logits_SV.argmax(-1) == new_S).sum())
+        hits_tokens[1] += len(new_S)
+    rate = lambda hits, tokens: {"value": hits / tokens, "tokens": tokens}  # noqa: E731
+    total = [sum(column) for column in zip(*counts.values(), strict=True)]
+    return {**rate(*total), "by_category": {category: rate(*own) for category, own in sorted(counts.items())}}
+
+
+def train(draft: Any, head_VD: torch.Tensor, answers: list[Answer], recipe: Distill, seed: int) -> dict[str, Any]:
+    """Train `draft` in place towards the target's distributions; returns what was done and the loss on the way.
+
+    Equal seeds and thread counts give equal weights, unless `time_budget_s` ends training early.
+    """
+    draft.requires_grad_(True)
+    for tokens_VD in (draft.get_input_embeddings().weight, draft.get_output_embeddings().weight):
+        tokens_VD.requires_grad_(recipe.train_embedding)
+    weights = [p for p in draft.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
+    ids_U = likely_ids(head_VD, answers, recipe.loss_vocab)
+    losses: list[float] = []
+    tokens, started = 0, time.monotonic()
+    for step, batch in zip(range(recipe.steps), batches(answers, recipe, seed), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * rate_at(step / recipe.steps)
+        optimizer.zero_grad()
+        loss = batch_loss(draft, head_VD, ids_U, batch, recipe)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        tokens += sum(len(a.hidden_SD) for a in batch)
+        if time.monotonic() - started > recipe.time_budget_s:
+            break
+    draft.requires_grad_(False)
+    return {
+        "steps": len(losses),
+        "steps_asked": recipe.steps,
+        "seconds": time.monotonic() - started,
+        "tokens": tokens,
+        "trainable_parameters": sum(p.numel() for p in weights),
+        "loss_ids": len(ids_U),
+        "loss_curve": loss_curve(losses),
+    }
+
+
+def rate_at(progress: float) -> float:
+    """Learning rate as a share of its peak: linear warm-up, then a cosine down to LAST_RATE."""
+    if progress < WARM_UP:
+        return (progress + 1e-2) / (WARM_UP + 1e-2)
+    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@torch.no_grad()
+def likely_ids(head_VD: torch.Tensor, answers: list[Answer], count: int | None) -> torch.Tensor:
+    """ids_U: the `count` ids with the greatest probability, by the target, summed over the answers; null = all."""
+    if count is None or count >= len(head_VD):
+        return torch.arange(len(head_VD), device=head_VD.device)
+    mass_V = torch.zeros(len(head_VD), device=head_VD.device)
+    for hidden_ND in torch.cat([a.hidden_SD[a.first :] for a in answers]).split(CHUNK_POSITIONS):
+        mass_V += (hidden_ND.float() @ head_VD.T).softmax(-1).sum(0)
+    return mass_V.topk(count).indices.sort().values
+
+
+def batches(answers: list[Answer], recipe: Distill, seed: int) -> Iterator[list[Answer]]:
+    """Endless batches; each epoch in a new order, neighbours in length together so that little is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    size = min(recipe.batch_size, len(answers))
+    while True:
+        order = torch.randperm(len(answers), generator=generator).tolist()
+        windows = [order[i : i + 8 * size] for i in range(0, len(order), 8 * size)]
+        order = [i for window in windows for i in sorted(window, key=lambda i: len(answers[i].ids_S))]
+        groups = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
+        for g in torch.randperm(len(groups), generator=generator).tolist():
+            yield [answers[i] for i in groups[g]]
+
+
+def batch_loss(
+    draft: Any, head_VD: torch.Tensor, ids_U: torch.Tensor, batch: list[Answer], recipe: Distill
+) -> torch.Tensor:
+    """KL(target || draft) over `ids_U`, mean over the answers' positions, times the temperature squared (a scalar)."""
+    longest = max(len(a.hidden_SD) for a in batch)
+    ids_BS = torch.zeros(len(batch), longest, dtype=torch.long, device=head_VD.device)
+    weight_BS = torch.zeros(len(batch), longest, device=head_VD.device)
+    for i, a in enumerate(batch):
+        ids_BS[i, : len(a.hidden_SD)] = a.ids_S[:-1]
+        weight_BS[i, : a.first] = recipe.prompt_weight
+        weight_BS[i, a.first : len(a.hidden_SD)] = 1.0
+    used_BS = weight_BS > 0
+    target_ND = torch.cat([a.hidden_SD if recipe.prompt_weight else a.hidden_SD[a.first :] for a in batch]).float()
+    # Padding stands behind each sequence, where causal attention does not look.
+    draft_ND = draft.model(ids_BS).last_hidden_state[used_BS]
+    draft_head_VD = draft.get_output_embeddings().weight
+    target_NU = functional.log_softmax(target_ND @ head_VD[ids_U].T / recipe.temperature, dim=-1)
+    draft_NU = functional.log_softmax(draft_ND @ draft_head_VD[ids_U].T / recipe.temperature, dim=-1)
+    kl_N = functional.kl_div(draft_NU, target_NU, log_target=True, reduction="none").sum(-1)
+    weight_N = weight_BS[used_BS]
+    return (kl_N * weight_N).sum() / weight_N.sum() * recipe.temperature**2
+
+
+def loss_curve(losses: list[float]) -> list[dict[str, Any]]:
+    """CURVE_POINTS means of consecutive steps: [{"step": last of them, "kl_nats"}]."""
+    size = math.ceil(len(losses) / CURVE_POINTS)
+    parts = [losses[i : i + size] for i in range(0, len(losses), size)]
+    ends = [min(i + size, len(losses)) for i in range(0, len(losses), size)]
+    return [{"step": end, "kl_nats": sum(part) / len(part)} for end, part in zip(ends, parts, strict=True)]
+
+
+def write(draft: Any, target: Path, dtype: torch.dtype, folder: Path) -> None:
+    """Save as a transformers folder in `dtype` (a tied head stays tied), the tokenizer's files copied as they are."""
+    draft.to(dtype).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (target / name).exists():
+            shutil.copyfile(target / name, folder / name)
