@@ -15,6 +15,7 @@ from pipeline.measure import harness, statistics
 from pipeline.measure.quality import CompactLogits, StreamScores
 
 LOGITS_FILE, NLL_FILE, SAMPLES_FILE = "baseline_logits.safetensors", "token_nll.parquet", "samples.jsonl"
+HEADER = "evaluated"
 
 
 class BaselineMismatch(ValueError):
@@ -35,7 +36,8 @@ def write_logits(folder: Path, scores: dict[str, StreamScores], header: dict[str
 
     kept = {category: s.compact for category, s in scores.items() if s.compact is not None}
     tensors = {f"{c}.{name}": t.contiguous() for c, part in kept.items() for name, t in part._asdict().items()}
-    save_file(tensors, folder / LOGITS_FILE, metadata=header)
+    # one key, because safetensors writes several in any order
+    save_file(tensors, folder / LOGITS_FILE, metadata={HEADER: json.dumps(header, sort_keys=True)})
     return (folder / LOGITS_FILE).stat().st_size
 
 
@@ -55,7 +57,7 @@ def read(folder: Path, stream_sha256: str) -> Baseline:
         raise BaselineMismatch(f"{folder / LOGITS_FILE}: not found; run evaluate@base first")
     logits: dict[str, CompactLogits] = {}
     with safe_open(folder / LOGITS_FILE, framework="pt") as f:
-        header = f.metadata()
+        header = json.loads(f.metadata()[HEADER])
         for category in sorted({name.rsplit(".", 1)[0] for name in f.keys()}):  # noqa: SIM118
             logits[category] = CompactLogits(*(f.get_tensor(f"{category}.{part}") for part in CompactLogits._fields))
     if header["stream_sha256"] != stream_sha256:

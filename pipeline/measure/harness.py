@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import json
 import logging
@@ -48,13 +49,19 @@ def check_tasks(names: list[str]) -> None:
     local = local_tasks()
     if set(names) <= set(local):
         return
-    from lm_eval.tasks import TaskManager
-
-    known = [*local, *TaskManager(include_defaults=True).all_tasks]
+    known = task_manager(with_defaults=True).all_tasks
     for name in names:
         if name not in known:
             near = ", ".join(difflib.get_close_matches(name, known, n=3) or sorted(local))
             raise UnknownTask(f"evaluate.tasks: {name!r} is neither under evals/ nor in lm-eval; near matches: {near}")
+
+
+@functools.cache
+def task_manager(with_defaults: bool) -> Any:
+    """lm-eval's index over evals/ and, `with_defaults`, over its own thousands of files (read once a process)."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(LOCAL_TASKS_DIR), include_defaults=with_defaults)
 
 
 def build_rows(documents: list[dict[str, Any]], settings: Evaluate, seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -84,13 +91,12 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """lm-eval's result with samples, for `settings.tasks`; data files and the datasets cache stay in `workdir`."""
     from lm_eval import evaluator
-    from lm_eval.tasks import TaskManager
 
-    for noisy in ("lm_eval", "datasets"):
+    for noisy in ("lm_eval", "datasets", "transformers.tokenization_utils_base"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     local = local_tasks()
     specs = [_with_data(local[n], rows[n], workdir) if n in local else n for n in settings.tasks]
-    manager = TaskManager(include_path=str(LOCAL_TASKS_DIR), include_defaults=not set(settings.tasks) <= set(local))
+    manager = task_manager(with_defaults=not set(settings.tasks) <= set(local))
     with _no_progress_bars():
         loaded = manager.load(specs)
     for task in loaded["tasks"].values():
