@@ -167,7 +167,7 @@ def local_workers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "Worker", tiny.LocalWorker)
         patch.setattr(benchmark, "Worker", tiny.LocalWorker)
-        patch.setattr(costs, "BANDWIDTH_BYTES", 2**24)
+        patch.setattr(costs, "BANDWIDTH_BYTES", {"cpu": 2**24})
         yield
 
 

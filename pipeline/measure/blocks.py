@@ -169,7 +169,10 @@ def _choose(done: Blocks, min_blocks: int) -> None:
 
 
 def nvidia_state(own_pids: Iterable[int]) -> dict[str, Any] | None:
-    """SM clock, temperature and compute processes that are not ours, by nvidia-smi; None where there is none."""
+    """SM clocks and compute processes that are not ours, by nvidia-smi; None where there is none.
+
+    In a container nvidia-smi may list other numbers than ours; when none of ours is listed, none is called foreign.
+    """
     import subprocess
 
     def ask(query: str) -> list[str]:
@@ -182,4 +185,5 @@ def nvidia_state(own_pids: Iterable[int]) -> dict[str, Any] | None:
         pids = {int(v) for v in ask("--query-compute-apps=pid")}
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return {"sm_clock_mhz": clocks, "other_pids": sorted(pids - {os.getpid(), *own_pids})}
+    own = {os.getpid(), *own_pids}
+    return {"sm_clock_mhz": clocks, "other_pids": sorted(pids - own) if pids & own else []}

@@ -14,7 +14,8 @@ from pipeline.engine.sample import GREEDY
 from pipeline.measure.blocks import order_of
 from pipeline.measure.statistics import median
 
-BANDWIDTH_BYTES = 2**29  # well beyond any cache, so that memory is read
+# well beyond any cache, so that memory is read; on a GPU large enough to hide the start of a kernel
+BANDWIDTH_BYTES = {"cpu": 2**29, "cuda": 2**32}
 BANDWIDTH_REPEATS = 7
 
 
@@ -73,10 +74,11 @@ def _timed_proposal(proposer: Proposer, context_ids: list[int], k: int) -> Calla
 
 def read_bandwidth_bytes_per_s(device: str) -> float:
     """Bytes a second that a sum over a large tensor reads on `device`: the roof beside which decoding is shown."""
-    numbers = torch.ones(BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)
+    size_bytes = BANDWIDTH_BYTES[torch.device(device).type]
+    numbers = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
     seconds = []
     for _ in range(BANDWIDTH_REPEATS):
         started = time.perf_counter()
         float(numbers.sum())
         seconds.append(time.perf_counter() - started)
-    return BANDWIDTH_BYTES / median(seconds)
+    return size_bytes / median(seconds)

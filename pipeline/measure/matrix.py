@@ -248,6 +248,8 @@ def judge(
     if matrix.blocks.reason is not None:
         judgement.note(matrix.blocks.reason)
     if row.name == "base":
+        if distinct(matrix.answers("base", NATURAL)) != distinct(matrix.answers(CONTROL, NATURAL)):
+            judgement.note("base does not repeat itself: its second copy gave other tokens")
         return
     if len(matrix.blocks.kept) < timing.min_blocks:
         judgement.add("UNDECIDED", f"{len(matrix.blocks.kept)} blocks in the time budget, {timing.min_blocks} asked")
