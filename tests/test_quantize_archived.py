@@ -33,7 +33,7 @@ def job(tmp_path):
         seed=0,
         scratch=tmp_path / "scratch",
         probe_ids=[1, 2],
-        probe_logits_V=torch.tensor([1.0, 2.0]),
+        probe_logits_TV=torch.tensor([[1.0, 2.0]]),
     )
 
 
@@ -58,7 +58,7 @@ def probe_of(folder, logits):
     import torch
     from safetensors.torch import save_file
 
-    save_file({"logits_V": torch.tensor(logits)}, folder / "made.safetensors")
+    save_file({"logits_TV": torch.tensor([logits])}, folder / "made.safetensors")
     return folder / "made.safetensors"
 
 
@@ -104,9 +104,10 @@ def test_request_events_and_prints(job, runner, tmp_path):
         "print('noise')\n"
         "config = open(request['model'] + '/config.json').read()\n"
         f"shutil.copy('{probe_of(tmp_path, [1.0, 2.0])}', request['probe'])\n"
+        "emit('loaded')\n"
         "emit('seen', config=config, rows=request['rows'], visible=os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    (event,) = archived.run(name, job, job.rows)
+    _, event = archived.run(name, job, job.rows)
     assert event["rows"] == [[1, 2, 3]]
     assert event["visible"] == ""
     assert json.loads(event["config"])["rope_theta"] == 10000.0
@@ -115,7 +116,7 @@ def test_request_events_and_prints(job, runner, tmp_path):
 
 
 def test_other_logits_in_the_archived_environment_are_an_error(job, runner, tmp_path):
-    name = runner(f"shutil.copy('{probe_of(tmp_path, [1.0, 2.1])}', request['probe'])")
+    name = runner(f"shutil.copy('{probe_of(tmp_path, [1.0, 2.1])}', request['probe'])\nemit('loaded')\ntime.sleep(60)")
     with pytest.raises(QuantizationError, match=r"computes other logits \(relative difference 0\.045"):
         list(archived.run(name, job, job.rows))
 

@@ -45,10 +45,10 @@ def _die_with_parent() -> None:
     os._exit(1)
 
 
-def load_model(request: dict[str, Any]) -> Any:
+def load_model(request: dict[str, Any], emit: Emit) -> Any:
     """The full-precision model on the CPU (both libraries move one layer at a time to the device), seeds set.
 
-    Writes the logits of the last probe position, so that the parent can compare what this older transformers
+    Writes the logits of the probe's second half, so that the parent can compare what this older transformers
     computes with what its own does: a misread config shows here and nowhere else.
     """
     import torch
@@ -63,7 +63,9 @@ def load_model(request: dict[str, Any]) -> Any:
     model.config.use_cache = False
     with torch.inference_mode():
         logits_1TV = model(torch.tensor([request["probe_ids"]])).logits
-    save_file({"logits_V": logits_1TV[0, -1].float().contiguous()}, request["probe"])
+    second_half = len(request["probe_ids"]) // 2
+    save_file({"logits_TV": logits_1TV[0, second_half:].float().contiguous()}, request["probe"])
+    emit("loaded")
     return model
 
 

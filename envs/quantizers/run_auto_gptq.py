@@ -22,7 +22,7 @@ def quantize(request: dict[str, Any], emit: Emit) -> None:
     if request["device"] == "cpu":
         torch.cuda.synchronize = lambda *_: None
 
-    model = load_model(request)
+    model = load_model(request, emit)
     settings = request["settings"]
     kept = {model.get_submodule(name): name for name in request["modules"]}
     find_layers = _base.find_layers

@@ -15,7 +15,7 @@ def quantize(request: dict[str, Any], emit: Emit) -> None:
     from awq.models.base import AwqConfig
     from awq.quantize import quantizer as library
 
-    model = load_model(request)
+    model = load_model(request, emit)
     settings = request["settings"]
     names = {module: name for name, module in model.named_modules()}
     kept = {model.get_submodule(name) for name in request["modules"]}

@@ -50,7 +50,7 @@ class GptqReader:
         self.bits: int = settings.get("bits", 0)
         if self.bits not in BITS:
             raise CheckpointError(f"quantization_config.bits: {self.bits!r} is not one of {BITS}; export again")
-        if settings.get("dynamic"):
+        if any(not pattern.startswith("-:") for pattern in settings.get("dynamic") or {}):  # "-:" = left unpacked
             raise CheckpointError("quantization_config.dynamic: settings that differ by layer are not read")
         self.group_size = checked_group_size(settings.get("group_size"))
         self.names = tensors.layers("qweight")

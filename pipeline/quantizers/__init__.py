@@ -26,7 +26,10 @@ class QuantizationError(ValueError):
 
 @dataclass(kw_only=True)
 class Job:
-    """What to quantize, with what, and how. `dtype` is that of the arithmetic, not of the result."""
+    """What to quantize, with what, and how. `dtype` is that of the arithmetic, not of the result.
+
+    `probe_logits_TV` are the full-precision logits of the second half of `probe_ids`.
+    """
 
     model: Path
     plan: Plan
@@ -38,7 +41,7 @@ class Job:
     seed: int
     scratch: Path
     probe_ids: list[int]
-    probe_logits_V: Tensor
+    probe_logits_TV: Tensor
 
 
 @dataclass(kw_only=True)

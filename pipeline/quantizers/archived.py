@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENVIRONMENT = Path(__file__).parents[2] / "envs" / "quantizers"
-PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03}
+# Rounding alone gives 0.016 in bfloat16 on a 135M Llama; a theta of 10,000 instead of 100,000 gives 0.2.
+PROBE_LIMIT = {"float32": 1e-3, "bfloat16": 0.06, "float16": 0.02}
 
 
 def python() -> Path:
@@ -72,6 +73,8 @@ def run(script: str, job: Job, rows: list[list[int]]) -> Iterator[dict[str, Any]
                 event = json.loads(line)
                 if event["event"] == "refused":
                     raise QuantizationError(event["message"])
+                if event["event"] == "loaded":
+                    _check_probe(job, load(Path(files["probe"]))["logits_TV"])
                 yield event
             status = process.wait()
         finally:
@@ -80,7 +83,6 @@ def run(script: str, job: Job, rows: list[list[int]]) -> Iterator[dict[str, Any]
     if status:
         last = [line.strip() for line in printed.read_text().splitlines() if line.strip()][-1:]
         raise QuantizationError(f"{script} ended with status {status}: {' '.join(last)}")
-    _check_probe(job, load(Path(files["probe"]))["logits_V"])
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -135,10 +137,10 @@ def _environment(job: Job) -> dict[str, str]:
     }
 
 
-def _check_probe(job: Job, logits_V: Tensor) -> None:
+def _check_probe(job: Job, logits_TV: Tensor) -> None:
     """Both environments must compute the same model before its quantization means anything."""
-    ours_V = job.probe_logits_V
-    difference = ((logits_V - ours_V).norm() / ours_V.norm()).item()
+    ours_TV = job.probe_logits_TV
+    difference = ((logits_TV - ours_TV).norm() / ours_TV.norm()).item()
     if not difference < PROBE_LIMIT[job.dtype]:
         raise QuantizationError(
             f"{job.model}: the archived environment computes other logits (relative difference {difference:.2g}, limit "

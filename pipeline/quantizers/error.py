@@ -33,7 +33,7 @@ DEFINITION = (
 def reference(
     model: Path, plan: Plan, rows: list[list[int]], probe_ids: list[int], device: str, dtype: str
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs X_TK of each module of the full-precision model over `rows`, and the logits after `probe_ids`.
+    """Inputs X_TK of each module of the full-precision model over `rows`, and the logits_TV of the probe's second half.
 
     Raises QuantizationError naming the first module whose weight or input is not finite.
     """
@@ -53,7 +53,7 @@ def reference(
     with torch.inference_mode():
         for row in rows:
             module(torch.tensor([row], device=device), use_cache=False)
-    return {name: torch.cat(parts) for name, parts in seen.items()}, logits_1TV[0, -1].float().cpu()
+    return {name: torch.cat(parts) for name, parts in seen.items()}, logits_1TV[0, len(probe_ids) // 2 :].float().cpu()
 
 
 def _collector(name: str, parts: list[Tensor]) -> Callable[[Any, tuple[Any, ...]], None]:

@@ -17,12 +17,13 @@ from typing import Any
 
 from pipeline import provenance
 from pipeline.config import QuantizeMethod, Runtime
+from pipeline.measure import memory
 from pipeline.quantizers import Job, QuantizationError, Quantized, adapter
 from pipeline.quantizers.plan import Plan, make_plan
 from pipeline.quantizers.progress import no_other_bars
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
-PROBE_TOKENS = 32
+PROBE_TOKENS = 64
 
 
 def run(
@@ -52,6 +53,7 @@ def run(
             return {"kind": kind, "weight_bytes": 0, "modules": 0, "layers": []}
         plan = make_plan(source, quantize, f"quantize.{key}", adapter(quantize.backend))
         rows = read_rows(calibration / "rows.parquet", plan)
+        memory.refuse_too_little(runtime.min_free_memory_bytes)
         with no_other_bars():
             metrics = _quantize(quantize, runtime, plan, rows, source, folder)
         metrics["recipe"] |= {"calibration_sha256": provenance.file_sha256(calibration / "rows.parquet")}
@@ -73,7 +75,7 @@ def _quantize(
     torch.set_num_threads(threads)
     dtype, reason = arithmetic_dtype(runtime, method)
     probe_ids = rows[0][:PROBE_TOKENS]
-    inputs, logits_V = reference(source, plan, rows[: method.error_rows], probe_ids, runtime.device, dtype)
+    inputs, logits_TV = reference(source, plan, rows[: method.error_rows], probe_ids, runtime.device, dtype)
     job = Job(
         model=source,
         plan=plan,
@@ -85,7 +87,7 @@ def _quantize(
         seed=runtime.seed,
         scratch=folder / "scratch",
         probe_ids=probe_ids,
-        probe_logits_V=logits_V,
+        probe_logits_TV=logits_TV,
     )
     job.scratch.mkdir()
     quantized = adapter(method.backend).quantize(job)
