@@ -10,7 +10,7 @@ import torch
 import transformers
 from checkpoint_fixtures import edit_config, quantized, rewrite, saved, tiny
 
-from pipeline.checkpoint.files import CheckpointError
+from pipeline.checkpoint.files import CheckpointError, TensorFiles
 from pipeline.checkpoint.load import dense_from_of, load_decoder
 
 NEVER: dict[str, int | None] = {}
@@ -250,3 +250,17 @@ def test_checkpoint_files_are_not_needed_after_loading(tmp_path):
 def test_position_limit_comes_from_the_config(tmp_path):
     saved(tiny("Llama"), tmp_path)
     assert load(tmp_path).max_positions == json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("method", [None, "gptq_v2", "awq"])
+def test_each_tensor_is_read_once(tmp_path, monkeypatch, method):
+    if method is None:
+        saved(tiny("Qwen2", tie=True), tmp_path)
+    else:
+        quantized(tiny("Qwen2"), tmp_path, method, sym=method == "gptq_v2")
+    seen: list[str] = []
+    read_one = TensorFiles.__getitem__
+    monkeypatch.setattr(TensorFiles, "__getitem__", lambda self, name: seen.append(name) or read_one(self, name))
+    load(tmp_path)
+    looked_at = [n for n in seen if n.endswith("qzeros") and method == "gptq_v2"]  # once more, to tell v1 from v2
+    assert len(seen) - len(looked_at) // 2 == len(set(seen)) == len(TensorFiles(tmp_path))

@@ -6,6 +6,7 @@ and every tensor of the file must find its place: a missing, left-over or missha
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from pipeline.checkpoint.read import Checkpoint, located, read
 from pipeline.engine import few_rows
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsLinear
-from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, clearly_faster, measure_dense_from
+from pipeline.engine.linear import HEAD_ROWS, FullLinear, Int8Linear, PackedWeight, clearly_faster, measure_dense_from
 from pipeline.engine.linear4 import quantized_linear
 
 DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
@@ -88,6 +89,7 @@ class _Filling:
         for name, layer in list(self.module.named_modules()):
             if type(layer) is nn.Linear and f"{name}.weight" not in self.tied:
                 self.module.set_submodule(name, self._linear(name, layer))
+                _return_freed_memory()
             elif self._stored(name) in self.checkpoint.linears:
                 raise CheckpointError(
                     f"{name}: quantized, but a {type(layer).__name__}, whose weight is transposed or tied, is read in "
@@ -200,6 +202,13 @@ class _Filling:
         return self._tensor(f"{name}.bias", (layer.out_features,), self.dtype)
 
 
+def _return_freed_memory() -> None:
+    """glibc keeps what unpacking a layer freed, scattered between what stays: five times a small checkpoint's size."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _pack_head(module: Any, dtype: torch.dtype) -> None:
     """Replace a full-precision output head by 8-bit codes (a tied embedding keeps its own weight)."""
     head = module.get_output_embeddings()
@@ -243,7 +252,17 @@ def measured_dense_from(module: nn.Module, dtype: torch.dtype) -> dict[str, int 
             name = type(layer).__name__
             largest[name] = max(largest.get(name, layer), layer, key=size)
     with torch.inference_mode():
-        return {name: measure_dense_from(layer, dtype) for name, layer in sorted(largest.items())}
+        return {n: measure_dense_from(_sample(m, dtype) if m is head else m, dtype) for n, m in sorted(largest.items())}
+
+
+def _sample(head: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """Its first rows as a layer of the same class: a head is the largest layer by far, too slow to time whole."""
+    if not isinstance(head, FullLinear | Int8Linear):
+        return head
+    rows_NK = head.tile(0, min(HEAD_ROWS, head.out_features)).to(dtype)
+    if isinstance(head, Int8Linear):
+        return Int8Linear(rows_NK, None, dtype)
+    return type(head)(nn.Parameter(rows_NK, requires_grad=False), None)
 
 
 def set_dense_from(module: nn.Module, dense_from: DenseFrom) -> None:

@@ -39,7 +39,10 @@ class PackedLinears(Mapping[str, PackedLinear]):
     def __init__(self, folder: Path, reader: Reader | None) -> None:
         self.folder = folder
         self.reader = reader
-        self.names = reader.names if reader else []
+        self.names = dict.fromkeys(reader.names if reader else [])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # Mapping's own would read the layer
 
     def __getitem__(self, name: str) -> PackedLinear:
         if self.reader is None or name not in self.names:
@@ -59,7 +62,10 @@ class PlainTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, files: TensorFiles, owned: set[str]) -> None:
         self.files = files
-        self.names = [n for n in files if n not in owned]
+        self.names = dict.fromkeys(n for n in files if n not in owned)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names  # Mapping's own would read the tensor
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.files[name]

@@ -110,12 +110,11 @@ class Int8Linear(PackedWeight):
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight_NK.shape[0], weight_NK.shape[1], bias_N)
-        scale_N = weight_NK.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        scale_N = scale_N.to(dtype)
+        scale_N = (weight_NK.abs().amax(1).float() / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
         codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
         for start in range(0, len(codes_NK), HEAD_ROWS):
             rows = slice(start, start + HEAD_ROWS)
-            steps = weight_NK[rows].float() / scale_N[rows, None].float().clamp(min=torch.finfo(torch.float32).tiny)
+            steps = weight_NK[rows].float() / scale_N[rows, None].float()
             codes_NK[rows] = steps.round().clamp(-127, 127).to(torch.int8)
         self.register_buffer("codes_NK", codes_NK)
         self.register_buffer("scale_N", scale_N)
