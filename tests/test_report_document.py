@@ -181,7 +181,8 @@ def test_speculation_that_pays_is_recommended_with_its_draft(tmp_path):
 
     text = text_of(tmp_path, benchmark=change)
     assert text.splitlines()[2] == (
-        "**Deploy `base`, speculative decoding with K = 2**: 1.2 of its weight bytes (draft included); "
+        "**Deploy `base`, speculative decoding with K = 2**: 1.27 (1.25–1.28) times the decode speed of `base`; "
+        "1.2 times its weight bytes, draft included; "
         "speculation pays: 1.27 (1.25–1.28) times the speed of plain decoding at K = 2."
     )
     assert "draft_len: 2" in text and "draft.precision: int4" in text

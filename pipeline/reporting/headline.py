@@ -40,11 +40,11 @@ def gains(row: Row, study: Study) -> list[str]:
     if row.name == "base":
         return [unbeaten(study)]
     parts = []
-    if row.speedup is not None and row.target != "base":  # what speculation gains is said by `speculation`
+    if row.speedup is not None:
         parts.append(f"{ratio(row.speedup)} times the decode speed of `base`{unless_claimed(row, study)}")
     if row.resident_bytes and base.resident_bytes:
-        draft = " (draft included)" if row.speculative else ""
-        parts.append(f"{number(row.resident_bytes / base.resident_bytes, digits=2)} of its weight bytes{draft}")
+        draft = ", draft included" if row.speculative else ""
+        parts.append(f"{number(row.resident_bytes / base.resident_bytes, digits=2)} times its weight bytes{draft}")
     if row.target != "base":
         parts.append(f"token perplexity {signed_interval(row.ppl_increase_pct, '%')}")
     return parts

@@ -151,7 +151,7 @@ def preference(row: Row) -> tuple[bool, float, float]:
 
 
 def pareto_front(rows: dict[str, Row], floor: Interval) -> tuple[str, ...]:
-    """OK rows that no other OK row beats in one of speed, weights held and perplexity without losing in another."""
+    """OK rows to which no other OK row is equal or better in speed, weights held and perplexity, better in one."""
     known = [
         r for r in rows.values() if r.verdict == "OK" and r.speedup and r.resident_bytes and r.token_ppl is not None
     ]

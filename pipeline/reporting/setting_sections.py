@@ -109,8 +109,8 @@ def prompts(study: Study) -> str:
     bos = "a beginning-of-text token" if found["bos"] else "no beginning-of-text token (the tokenizer adds none)"
     return (
         f"Prompts by kind: {kinds}; {template}, {bos}. Timed: {benchmark.prompts_per_category} of each kind in the "
-        f"matrix, {speculate.prompts_per_category} in the sweep over K, up to {benchmark.max_new_tokens} and "
-        f"{speculate.max_new_tokens} new tokens."
+        f"matrix (up to {benchmark.max_new_tokens} new tokens), {speculate.prompts_per_category} in the sweep over K "
+        f"(up to {speculate.max_new_tokens})."
     )
 
 
@@ -128,7 +128,7 @@ def environment(study: Study) -> str:
         ["packages", ", ".join(f"{n} {v}" for n, v in machine["versions"].items() if v)],
         ["code", commits(study)],
     ]
-    return markdown.section("Machine", markdown.table(["", ""], rows, left=2))
+    return markdown.section("Machine", markdown.table(["what", "as found"], rows, left=2))
 
 
 def _gigabytes(benchmark: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ def trade_off(study: Study) -> str:
         "Quality, speed and memory",
         markdown.picture(study.figures, "trade-off", "Speed, weights held and perplexity of the six rows"),
         f"Open marks are plain decoding, filled ones speculative; bold is the recommendation. On the front (\\*), "
-        f"where no other row is better in one of the three without being worse in another: {front}.",
+        f"where no other row is at least as good in all three and better in one: {front}.",
         markdown.table(headers, rows, left=1),
     )
 
