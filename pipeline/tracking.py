@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -167,13 +168,13 @@ def fill(client: MlflowClient, run_id: str, run: Run) -> None:
     from mlflow.entities import Metric, Param, RunTag
 
     now_ms = time.time_ns() // 1_000_000
-    params = {k: str(v) for k, v in run.params.items()}
+    params = {spelt(k): str(v) for k, v in run.params.items()}
     long = {k: v for k, v in params.items() if len(v) > MAX_PARAM_CHARS}
     short = [Param(k, v) for k, v in params.items() if k not in long]
-    points = {(name, 0): value for name, value in run.metrics.items()}
-    points |= {(name, step): value for name, curve in run.curves.items() for step, value in curve.items()}
+    points = {(spelt(name), 0): value for name, value in run.metrics.items()}
+    points |= {(spelt(name), step): value for name, curve in run.curves.items() for step, value in curve.items()}
     metrics = [Metric(name, float(v), now_ms, step) for (name, step), v in points.items() if is_metric(v)]
-    tags = {k: str(v)[:MAX_TAG_CHARS] for k, v in run.tags.items()}
+    tags = {spelt(k): str(v)[:MAX_TAG_CHARS] for k, v in run.tags.items()}
     tags |= {f"{name}.{step}" if step else name: str(v) for (name, step), v in points.items() if not is_metric(v)}
     tags |= {f"param.{k}": f"{len(v)} characters, see artifact params/{k}.txt" for k, v in long.items()}
     for i in range(0, len(metrics), BATCH):
@@ -188,6 +189,11 @@ def fill(client: MlflowClient, run_id: str, run: Run) -> None:
             client.log_artifacts(run_id, str(path), path.name)
         else:
             client.log_artifact(run_id, str(path))
+
+
+def spelt(name: str) -> str:
+    """`name` in the characters that MLflow takes in keys: the @ of a sweep's file names is none of them."""
+    return re.sub(r"[^\w\-. :/]", "-", name)
 
 
 def is_metric(value: Any) -> bool:

@@ -169,7 +169,8 @@ def test_base_that_stands_alone_says_why(tmp_path):
 
     first = text_of(tmp_path, benchmark=change).splitlines()[2]
     assert first.startswith(
-        "**Deploy `base`, plain decoding**: no other row qualifies: `base_spec` (UNDECIDED), `gptq` ("
+        "**No decision, keep `base`, plain decoding**: no other row qualifies: "
+        "`base_spec`, `gptq`, `gptq_spec`, `awq`, `awq_spec` (UNDECIDED); "
     )
 
 
@@ -194,9 +195,7 @@ def test_nothing_qualifies_is_said_first(tmp_path):
             arm |= {"verdict": "UNDECIDED", "reasons": [f"wide {name}"]}
 
     text = text_of(tmp_path, benchmark=change)
-    assert text.splitlines()[2].startswith(
-        "**Nothing qualifies**: `base`: UNDECIDED: wide base; `base_spec`: UNDECIDED"
-    )
+    assert text.splitlines()[2].startswith("**Nothing qualifies**: `base`: UNDECIDED; `base_spec`: UNDECIDED")
     assert "The recommended row as settings" not in text
 
 

@@ -41,6 +41,7 @@ def test_interval_ends_have_the_decimals_of_the_value():
 
 
 def test_signed_interval_never_reads_as_a_range_of_negatives():
+    assert numbers.signed_interval(Interval(-0.01, -0.02, 0.3), "%") == "+0.0 % (+0.0 to +0.3)"
     assert numbers.signed_interval(Interval(-1.24, -2.06, 0.3), "%") == "−1.2 % (−2.1 to +0.3)"
 
 

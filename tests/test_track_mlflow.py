@@ -145,6 +145,15 @@ def test_more_params_and_tags_than_one_request_takes(root):
     assert many.items() <= found.data.tags.items()
 
 
+def test_names_are_spelt_in_characters_that_the_store_takes(root):
+    named = {"dvc.artifacts/metrics/evaluate@gptq.json": 1.0}
+    log(root, "names", Run(name="names", params=named, tags=named, metrics=named, curves={"a@b": {1: 2.0}}))
+    found = runs(root, "names")["names"]
+    assert found.data.params == {"dvc.artifacts/metrics/evaluate-gptq.json": "1.0"}
+    assert found.data.metrics == {"dvc.artifacts/metrics/evaluate-gptq.json": 1.0, "a-b": 2.0}
+    assert found.data.tags["dvc.artifacts/metrics/evaluate-gptq.json"] == "1.0"
+
+
 def test_report_and_figures_are_artifacts_beside_the_store(root, tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "a.svg").write_text("<svg/>")

@@ -21,8 +21,8 @@ def distilled(found: dict[str, Any]) -> str:
     short = training["steps"] < training["steps_asked"]
     asked = f" of {count(training['steps_asked'])} asked for (time budget)" if short else ""
     return (
-        f"Layers {layers} of the target under its own embedding, norm and head ({number(found['parameters'] / 1e6)} M "
-        f"parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
+        f"Layer{'s' * (len(found['layers']) > 1)} {layers} of the target under its own embedding, norm and head "
+        f"({number(found['parameters'] / 1e6)} M parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
         f"its own greedy answers to {count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, "
         f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering.\n\n" + agreement(found)
     )
@@ -65,5 +65,5 @@ def used(study: Study) -> str:
         about = arm["draft"] or {}
         size = numbers.size(row.draft_weight_bytes, row.why_null("draft_weight_bytes"))
         rows.append([f"`{name}`", about.get("precision") or numbers.na(row.verdict), size, share(row.acceptance_rate)])
-    headers = ["row", "draft's weights, as loaded", "size", "kept"]
+    headers = ["row", "draft, as loaded", "size", "kept"]
     return markdown.table(headers, rows, left=2)

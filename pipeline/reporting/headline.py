@@ -22,8 +22,14 @@ def verdict(study: Study) -> str:
     if row is None:
         failures = study.recommendation.failures
         return "**Nothing qualifies**: " + "; ".join(f"`{n}`: {', '.join(why)}" for n, why in failures.items()) + "."
-    head = f"**Deploy `{row.target}`, {decoding(row)}**"
-    return f"{head}: {'; '.join([*gains(row, study), speculation(row, study)])}."
+    act = "Deploy" if decided(study) else "No decision, keep"
+    return f"**{act} `{row.target}`, {decoding(row)}**: {'; '.join([*gains(row, study), speculation(row, study)])}."
+
+
+def decided(study: Study) -> bool:
+    """False when base stands alone because no other row's measurement holds."""
+    others = [r for r in study.rows.values() if r.name != "base"]
+    return study.recommendation.choice != "base" or any(r.verdict == "OK" for r in others)
 
 
 def plain_verdict(study: Study) -> str:
@@ -54,10 +60,11 @@ def unbeaten(study: Study) -> str:
     failures = study.recommendation.failures
     if len(failures) < len(study.rows) - 1:
         return f"no other row that qualifies is better in {study.recommendation.objective} beyond the noise floor"
-    verdicts = {n: study.rows[n].verdict for n in failures}
-    return "no other row qualifies: " + ", ".join(
-        f"`{n}` ({failures[n][0] if verdict == 'OK' else verdict})" for n, verdict in verdicts.items()
-    )
+    reasons: dict[str, list[str]] = {}
+    for name, why in failures.items():
+        reasons.setdefault(why[0], []).append(f"`{name}`")
+    found = ", ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+    return f"no other row qualifies: {found}"
 
 
 def unless_claimed(row: Row, study: Study) -> str:
@@ -178,7 +185,7 @@ def row_notes(study: Study) -> str:
     saying: dict[str, list[str]] = {}
     for row in study.rows.values():
         for reason in row.reasons:
-            saying.setdefault(reason, []).append(f"`{row.name}`")
+            saying.setdefault(reason.replace("+-", "±"), []).append(f"`{row.name}`")
     return markdown.bullets([f"{', '.join(names)}: {reason}." for reason, names in saying.items()])
 
 

@@ -61,13 +61,13 @@ def number(value: Any, reason: str = "not measured", digits: int = 3) -> str:
     """`digits` significant digits, thousands separated, a true minus sign; "n/a (reason)" when not finite."""
     if not is_finite(value):
         return na(reason)
-    return f"{value:,.{decimals(value, digits)}f}".replace("-", "−")
+    return f"{value:z,.{decimals(value, digits)}f}".replace("-", "−")
 
 
 def fixed(value: Any, places: int, reason: str = "not measured", sign: bool = False) -> str:
     if not is_finite(value):
         return na(reason)
-    return f"{value:{'+' if sign else ''},.{places}f}".replace("-", "−")
+    return f"{value:{'+' if sign else '-'}z,.{places}f}".replace("-", "−")
 
 
 def interval(iv: Interval | None, reason: str = "not measured", places: int | None = None) -> str:
@@ -120,8 +120,11 @@ def size(n_bytes: Any, reason: str = "not measured") -> str:
 
 
 def mib(n_bytes: Any, reason: str = "not measured") -> str:
-    """Bytes as bare MiB, for columns whose heading names the unit."""
-    return fixed(n_bytes / KIB**2, 0) if is_finite(n_bytes) else na(reason)
+    """Bytes as bare MiB, for columns whose heading names the unit; whole ones unless there are few."""
+    if not is_finite(n_bytes):
+        return na(reason)
+    value = n_bytes / KIB**2
+    return fixed(value, 0) if value >= 10 else number(value, digits=2)
 
 
 def count(value: Any, reason: str = "not recorded") -> str:

@@ -51,7 +51,7 @@ def perplexities(study: Study, evaluated: dict[str, Any]) -> str:
                 ),
             ]
         )
-    headers = ["", "token ppl", *categories, "change", "KL median / mean / p99, nats", "agreement"]
+    headers = ["", "token ppl", *(f"of {c}" for c in categories), "change", "KL median / mean / p99, nats", "agreement"]
     return markdown.table(headers, rows)
 
 

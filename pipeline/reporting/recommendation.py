@@ -104,7 +104,7 @@ def failed(row: Row, base: Row, limits: Report, has_gain: bool) -> tuple[str, ..
     """Everything that keeps a row from being recommended, each with its value and its limit."""
     why = []
     if row.verdict != "OK":
-        why.append(f"{row.verdict}: {'; '.join(row.reasons) or 'no reason recorded'}")
+        why.append(row.verdict)
     if not has_gain:
         why.append(f"its {limits.objective} was not measured")
     if limits.max_memory_bytes is not None:

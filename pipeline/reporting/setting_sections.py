@@ -171,7 +171,7 @@ def sampling(study: Study) -> str:
 
 def accuracy_resolution(study: Study) -> str:
     error = study.rows["base"].accuracy_stderr
-    if error is None:
+    if not error:
         return ""
     least = 100 * 1.96 * math.sqrt(2) * error
     return (
@@ -203,7 +203,7 @@ def reproduce(study: Study) -> str:
     return markdown.section(
         "Reproduce",
         "```sh\nmake repro                                   # everything that changed, then this report\n"
-        "dvc exp run -S quantize.gptq.group_size=32  # the same study with another setting\n"
+        "dvc exp run -S quantize.gptq.group_size=32   # the same study with another setting\n"
         "dvc metrics diff                             # its numbers against these\n```",
         serve(study),
     )

@@ -105,7 +105,7 @@ def ceilings(study: Study) -> str:
                 numbers.size(arm["read_bytes_per_token"], row.verdict),
                 number(arm["ceiling_tok_per_s"], row.verdict),
                 interval(row.decode_tok_per_s, row.verdict),
-                share(arm["ceiling_share"], row.verdict),
+                share(arm["ceiling_share"], row.verdict, places=1),
             ]
         )
     headers = ["row", "weights; modules, as loaded", "read a token", "ceiling, tok/s", "reached, tok/s", "share"]
@@ -151,7 +151,7 @@ def interactions(study: Study) -> str:
         iv = interval_of(study.records.metrics("benchmark")["interaction"].get(target))
         four = [study.rows[n] for n in ("base", "base_spec", target, f"{target}_spec")]
         if bad := [r for r in four if r.verdict != "OK"]:
-            lines.append(f"`{target}`: {na(', '.join(f'`{r.name}` is {r.verdict}' for r in bad))}")
+            lines.append(f"`{target}`: {na(', '.join(f'`{r.name}` is {r.verdict}' for r in bad))}.")
         else:
             lines.append(f"`{target}`: {ratio(iv)}: {_reading(iv, study)}{cause(study, target)}")
     return (
