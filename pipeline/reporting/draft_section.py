@@ -17,12 +17,12 @@ def draft(study: Study) -> str:
 
 def distilled(found: dict[str, Any]) -> str:
     training, answers = found["training"], found["answers"]
-    layers = ", ".join(map(str, found["layers"]))
+    layers = f"layer{'s' * (len(found['layers']) > 1)} {', '.join(map(str, found['layers']))}"
     short = training["steps"] < training["steps_asked"]
     asked = f" of {count(training['steps_asked'])} asked for (time budget)" if short else ""
     return (
-        f"Layer{'s' * (len(found['layers']) > 1)} {layers} of the target under its own embedding, norm and head "
-        f"({number(found['parameters'] / 1e6)} M parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
+        f"Made of {layers} of the target under its own embedding, norm and head ({number(found['parameters'] / 1e6)} "
+        f"M parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
         f"its own greedy answers to {count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, "
         f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering.\n\n" + agreement(found)
     )
