@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from quantize_fixtures import TOKENIZER_FILES, edit_config, make_model, make_row
 
 from pipeline.provenance import tree_sha256
 from pipeline.quantizers import QuantizationError, archived
+from pipeline.quantizers.error import round_to_nearest
 from pipeline.stages import quantize as stage
 
 pytestmark = [pytest.mark.quantizers, pytest.mark.slow]
@@ -105,13 +107,15 @@ def test_awq_file_and_table(qwen, awq):
     check_file(folder / "awq", model, awq)
     assert (awq["rows"], awq["tokens"], awq["modules"]) == (8, 8 * 48, 12)
     assert {line["module"] for line in awq["layers"] if line["unscaled"]} == {"self_attn.o_proj"}
+    # The search starts from rounding to nearest: on the CPU autoawq leaves its first scale in the weights (see runner).
+    assert all(line["error"] < 1.2 * line["nearest_error"] for line in awq["layers"])
     settings = json.loads((folder / "awq" / "config.json").read_text())["quantization_config"]
     assert settings["modules_to_not_convert"] == ["model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_the_written_model_computes_what_the_original_does(qwen, gptq, awq, name):
-    """Scales folded into norms, biases and neighbours, including modules left alone: logits stay close."""
+    """Scales folded into norms, biases and neighbours, including modules left alone: as close as plain rounding."""
     import torch
 
     from pipeline.checkpoint.load import load_decoder
@@ -124,8 +128,12 @@ def test_the_written_model_computes_what_the_original_does(qwen, gptq, awq, name
             folder / name, device="cpu", dtype=torch.float32, pack_head=False, trust_remote_code=False
         )
         ours = decoder.forward(ids, decoder.new_cache(40))
-    assert float((ours - theirs).norm() / theirs.norm()) < 0.5
-    assert float(torch.nn.functional.cosine_similarity(ours, theirs).min()) > 0.8
+        nearest = copy.deepcopy(model)
+        for n in gptq["matched_modules"]:
+            linear = nearest.get_submodule(n)
+            linear.weight.copy_(round_to_nearest(linear.weight, 4, 16, False))
+        rounded = nearest(ids[None]).logits[0]
+    assert float((ours - theirs).norm()) < 1.2 * float((rounded - theirs).norm()) < 0.5 * float(theirs.norm())
 
 
 def test_the_same_inputs_give_the_same_bytes(qwen, gptq):

@@ -79,6 +79,16 @@ def reporting_quantizer(names: dict[Any, str], scales: dict[str, Any], emit: Emi
                 scales[f"out/{names[prev_op]}"] = found[2]
             return found
 
+        def _compute_best_scale(self, x: Any, w_mean: Any, x_mean: Any, module2inspect: Any, *args: Any) -> Any:
+            # The search scales weights in place and restores them from `state_dict()` moved to the CPU, which is a copy
+            # on a GPU and the very same memory on the CPU: there the first scale would stay in the weights for good.
+            state_dict = module2inspect.state_dict
+            module2inspect.state_dict = lambda: {name: t.clone() for name, t in state_dict().items()}
+            try:
+                return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *args)
+            finally:
+                del module2inspect.state_dict
+
         def _compute_loss(self, *args: Any) -> float:
             self.losses.append(super()._compute_loss(*args))
             return self.losses[-1]

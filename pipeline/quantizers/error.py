@@ -4,9 +4,10 @@
 
 X_m are the inputs of module m in the full-precision model over the first calibration rows, W its original weight and
 W' the weight dequantized from the file with AWQ's folded scales undone: the relative error of the module's output when
-everything before it is exact. `weight_error` is the same without X.
+everything before it is exact. `weight_error` is the same without X. `nearest_error` is the error of plain rounding to
+nearest on a grid of the same bits and groups: what the method has to beat, and the proof that its library worked.
 
-Shapes: T tokens, K in_features, N out_features.
+Shapes: T tokens, K in_features, N out_features, G groups a row, S group size.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from pipeline.checkpoint.files import TensorFiles
 from pipeline.checkpoint.packed import dequantize
 from pipeline.checkpoint.read import read
+from pipeline.config import QuantizeMethod
 from pipeline.quantizers import QuantizationError, Quantized
 from pipeline.quantizers.plan import LAYER, Plan
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DEFINITION = (
     "relative output error of a module on original inputs: ||X(W'-W)^T|| / ||X W^T||, W' dequantized from the file"
@@ -37,7 +39,6 @@ def reference(
 
     Raises QuantizationError naming the first module whose weight or input is not finite.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     module: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
@@ -68,12 +69,15 @@ def _collector(name: str, parts: list[Tensor]) -> Callable[[Any, tuple[Any, ...]
     return collect
 
 
-def module_table(inputs: dict[str, Tensor], quantized: Quantized, written: Path, model: Path) -> list[dict[str, Any]]:
+def module_table(
+    inputs: dict[str, Tensor], quantized: Quantized, written: Path, model: Path, method: QuantizeMethod
+) -> list[dict[str, Any]]:
     """One row a module, in the model's order: errors, time, dead columns and fallbacks.
 
     `written` is the quantized checkpoint's folder and `model` the original's. Raises QuantizationError naming the first
     module whose error is not finite.
     """
+    symmetric = method.sym if method.method == "gptq" else not method.zero_point
     original, checkpoint = TensorFiles(model), read(written)
     rows = []
     for name, x_TK in inputs.items():
@@ -82,11 +86,14 @@ def module_table(inputs: dict[str, Tensor], quantized: Quantized, written: Path,
         assert place is not None, name
         weight_NK = original[f"{name}.weight"].float()
         difference_NK = undo_scales(name, dequantize(checkpoint.linears[name]), quantized) - weight_NK
+        nearest_NK = round_to_nearest(weight_NK, method.bits, method.group_size, symmetric) - weight_NK
+        output_TN = x_TK.float() @ weight_NK.T
         rows.append(
             {
                 "layer": int(place["index"]),
                 "module": place["module"],
-                "error": _relative(name, x_TK.float() @ difference_NK.T, x_TK.float() @ weight_NK.T),
+                "error": _relative(name, x_TK.float() @ difference_NK.T, output_TN),
+                "nearest_error": _relative(name, x_TK.float() @ nearest_NK.T, output_TN),
                 "weight_error": _relative(name, difference_NK, weight_NK),
                 "library_error": solved.library_error,
                 "time_s": solved.time_s,
@@ -106,6 +113,19 @@ def undo_scales(name: str, weight_NK: Tensor, quantized: Quantized) -> Tensor:
     if name in quantized.scales_out:
         weight_NK = weight_NK * quantized.scales_out[name].float().flatten()[:, None]
     return weight_NK
+
+
+def round_to_nearest(weight_NK: Tensor, bits: int, group_size: int, symmetric: bool) -> Tensor:
+    """Each group on the grid that its smallest and largest weight (symmetric: its largest magnitude) span."""
+    w_NGS = weight_NK.unflatten(1, (-1, weight_NK.shape[1] if group_size == -1 else group_size))
+    low_NG1, high_NG1 = w_NGS.amin(-1, keepdim=True).clamp(max=0), w_NGS.amax(-1, keepdim=True).clamp(min=0)
+    if symmetric:
+        high_NG1 = high_NG1.maximum(-low_NG1)
+        low_NG1 = -high_NG1
+    scale_NG1 = ((high_NG1 - low_NG1) / (2**bits - 1)).clamp(min=torch.finfo(torch.float32).tiny)
+    zero_NG1 = (-low_NG1 / scale_NG1).round()
+    codes_NGS = (w_NGS / scale_NG1 + zero_NG1).round().clamp(0, 2**bits - 1)
+    return ((codes_NGS - zero_NG1) * scale_NG1).flatten(1)
 
 
 def _relative(name: str, difference: Tensor, whole: Tensor) -> float | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -186,16 +189,19 @@ def recorded_losses() -> Iterator[list[float | None]]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the library's log and warnings; errors still come as exceptions."""
-    import warnings
-
-    from llmcompressor import oneshot  # noqa: F401 (its import switches the log on)
+    """Silence the libraries' logs and warnings; errors still come as exceptions."""
+    # Read when the library is first imported, which by itself logs.
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "ERROR")
     from loguru import logger
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        for name in ("llmcompressor", "compressed_tensors"):
-            logger.disable(name)
-            stack.callback(logger.enable, name)
-        yield
+    logger.disable("compressed_tensors")
+    tracer = logging.getLogger("torch.fx._symbolic_trace")
+    level = tracer.level
+    tracer.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        tracer.setLevel(level)
+        logger.enable("compressed_tensors")

@@ -24,6 +24,7 @@ from pipeline.quantizers.progress import no_other_bars
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
 PROBE_TOKENS = 64
+WORSE_THAN_NEAREST = 1.5
 
 
 def run(
@@ -103,7 +104,8 @@ def _quantize(
         "seed": runtime.seed,
         "versions": quantized.versions,
     }
-    layers = module_table(inputs, quantized, folder, source)
+    layers = module_table(inputs, quantized, folder, source, method)
+    refuse_worse_than_nearest(layers)
     return {
         **_file_metrics(folder, plan),
         "rows": quantized.rows,
@@ -175,6 +177,18 @@ def refuse_fallbacks(quantized: Quantized, plan: Plan) -> None:
         )
 
 
+def refuse_worse_than_nearest(layers: list[dict[str, Any]]) -> None:
+    """Raises QuantizationError when the typical module is far worse than plain rounding: no method is, a bug is."""
+    ratios = {f"{r['layer']}.{r['module']}": r["error"] / r["nearest_error"] for r in layers if r["nearest_error"]}
+    if not ratios or statistics.median(ratios.values()) < WORSE_THAN_NEAREST:
+        return
+    worst = max(ratios, key=lambda name: ratios[name])
+    raise QuantizationError(
+        f"layer {worst}: error {ratios[worst]:.1f} times that of rounding to nearest, and at least "
+        f"{WORSE_THAN_NEAREST} times in half of the modules: the library's result is broken; use another backend"
+    )
+
+
 def warnings(plan: Plan, rows: list[list[int]]) -> list[str]:
     """Said on stderr and kept in the metrics."""
     tokens, widest = sum(map(len, rows)), max(k for _, k in plan.shapes.values())
@@ -200,6 +214,7 @@ def summarize(layers: list[dict[str, Any]]) -> dict[str, Any]:
         "error": {
             "definition": DEFINITION,
             "median": statistics.median(errors.values()),
+            "nearest_median": statistics.median(row["nearest_error"] for row in layers if row["nearest_error"]),
             "max": errors[worst],
             "max_module": worst,
         },
