@@ -97,27 +97,31 @@ def test_rolling_score_is_the_documents_likelihood(checkpoints, tmp_path):
     assert metrics["items"] == 2
 
 
+class Constant(torch.nn.Module):
+    """Always continues with one token."""
+
+    def __init__(self, module, token, logit):
+        super().__init__()
+        self.module, self.token, self.logit = module, token, logit
+        self.config, self.device = module.config, module.device
+
+    def tie_weights(self):
+        pass
+
+    def forward(self, ids):
+        out = torch.zeros(*ids.shape, SHAPE.vocab_size)
+        out[..., self.token] = self.logit
+        return type("Output", (), {"logits": out})
+
+
 def test_last_word_is_right_only_when_greedy(tmp_path):
     """A model that always continues with one token is right exactly where the target is that token."""
     tokenizer = random_llama.make_tokenizer(SHAPE.vocab_size, SHAPE.max_position_embeddings)
 
-    class Constant(torch.nn.Module):
-        def __init__(self, module, token):
-            super().__init__()
-            self.module, self.token, self.config, self.device = module, token, module.config, module.device
-
-        def tie_weights(self):
-            pass
-
-        def forward(self, ids):
-            out = torch.zeros(*ids.shape, SHAPE.vocab_size)
-            out[..., self.token] = 3.0
-            return type("Output", (), {"logits": out})
-
     target = " the"
     (token,) = tokenizer.encode(target)
     rows = {"last_word": [{"id": w, "context": "and then", "word": w} for w in ("the", "river")]}
-    module = Constant(load(write_checkpoint(tmp_path / "m", 1)), token)
+    module = Constant(load(write_checkpoint(tmp_path / "m", 1)), token, logit=3.0)
     raw = harness.evaluate_tasks(module, tokenizer, rows, settings(tasks=["last_word"]), 0, tmp_path)
     samples = list(harness.sample_rows(raw))
     assert [(s["doc_id"], s["target"], s["is_greedy"], s["correct"]) for s in samples] == [
@@ -127,6 +131,12 @@ def test_last_word_is_right_only_when_greedy(tmp_path):
     metrics = harness.task_metrics(raw, samples)["last_word"]
     assert (metrics["acc"], metrics["items"]) == (0.5, 2)
     assert metrics["acc_stderr"] == pytest.approx(math.sqrt(0.5 * 0.5 / 2))
+
+
+def test_a_model_beyond_numbers_is_named_broken(checkpoints, tmp_path):
+    tokenizer = random_llama.make_tokenizer(SHAPE.vocab_size, SHAPE.max_position_embeddings)
+    with pytest.raises(harness.BrokenModel, match="prose_perplexity overflows"):
+        scores_of(Constant(load(checkpoints[0]), 5, logit=1e5), tokenizer, tmp_path, tasks=["prose_perplexity"])
 
 
 def test_bfloat16_models_are_scored_in_float32(checkpoints):

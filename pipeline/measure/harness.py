@@ -36,6 +36,10 @@ class NothingToEvaluate(ValueError):
     """A category or a task without held-out text."""
 
 
+class BrokenModel(ValueError):
+    """A checkpoint whose scores are beyond numbers."""
+
+
 def local_tasks() -> dict[str, dict[str, Any]]:
     """Task name -> configuration, of the files under evals/."""
     import yaml
@@ -104,14 +108,15 @@ def evaluate_tasks(
         if own is None or (settings.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
         task.set_fewshot_seed(seed=seed)
-    with _no_progress_bars():
-        return evaluator.evaluate(
-            language_model(module, tokenizer, settings),
-            loaded,
-            limit=settings.limit,
-            bootstrap_iters=0,
-            log_samples=True,
-        )
+    model = language_model(module, tokenizer, settings)
+    try:
+        with _no_progress_bars():
+            return evaluator.evaluate(model, loaded, limit=settings.limit, bootstrap_iters=0, log_samples=True)
+    except OverflowError:
+        raise BrokenModel(
+            f"evaluate.tasks: a perplexity of {', '.join(settings.tasks)} overflows: the checkpoint gives the text "
+            f"next to no probability; quantize it again with other settings"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -139,8 +139,8 @@ def kl_nats(base: CompactLogits, log_probs_SV: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StreamScores:
-    """Of each scored position of one stream: negative log-likelihood, the most likely token, and either the compact
-    logits (baseline) or KL(base || this model) in nats and whether both models' most likely tokens agree."""
+    """Of each scored position of one stream: negative log-likelihood, and either the compact logits (the baseline) or
+    KL(base || this model) and whether the most likely token is the baseline's."""
 
     nll_nats_S: np.ndarray
     compact: CompactLogits | None
