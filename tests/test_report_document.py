@@ -48,9 +48,11 @@ def written(tmp_path_factory):
 
 
 def row_of(text, name):
-    """Cells of the matrix row `name`."""
-    line = next(li for li in text.splitlines() if li.startswith((f"| `{name}` ", f"| **`{name}`** ")))
-    return [cell.strip() for cell in line.strip("|").split("|")]
+    """Cells of the matrix row `name`, its verdict last."""
+    line = next(li for li in text.splitlines() if li.startswith((f"| `{name}`<br>", f"| **`{name}`**<br>")))
+    first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+    label, verdict = first.split("<br>")
+    return [label, *cells, verdict]
 
 
 def change_arm(name, **changes):

@@ -19,6 +19,7 @@ NBSP = "\u00a0"
         (123.4, "123"),
         (12345.6, "12,346"),
         (-0.5, "−0.500"),
+        (0.00000223, "2.23e−6"),
     ],
 )
 def test_three_significant_digits(value, shown):

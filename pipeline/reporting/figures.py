@@ -93,7 +93,7 @@ def draft_length(speculated: dict[str, dict[str, Any]], noise_floor: Interval | 
     for ax, target in zip(axes, TARGETS, strict=True):
         _curve(ax, target, speculated[target])
         if noise_floor is not None and noise_floor.known:
-            ax.axhspan(noise_floor.low, noise_floor.high, color=INK, alpha=0.13, linewidth=0)
+            ax.axhspan(noise_floor.low, noise_floor.high, color=INK, alpha=0.13, linewidth=0, label="noise floor")
         ax.axhline(1, color=INK, linewidth=0.8)
         ax.set_xlabel("draft length K (tokens a round)")
     axes[0].set_ylabel("speedup over plain decoding (×)")

@@ -95,7 +95,7 @@ def context(study: Study) -> str:
     if name := study.recommendation.alternative:
         lines.append(f"Strongest alternative: `{name}`: {study.recommendation.alternative_reason}.")
     lines.append(noise(study))
-    return markdown.bullets(lines)
+    return "About the verdict:\n\n" + markdown.bullets(lines)
 
 
 def setting(study: Study) -> str:
@@ -145,8 +145,8 @@ def noise(study: Study) -> str:
 
 
 HEADERS = (
-    "row", "K", "held, MiB", "ttft, ms", "tpot, ms", "decode, tok/s", "speedup", "token ppl", "acc., %", "KL, nats",
-    "kept, lossless", "verdict",
+    "row, verdict", "K", "held, MiB", "ttft, ms", "tpot, ms", "decode, tok/s", "speedup", "token ppl", "acc., %",
+    "KL, nats", "kept, lossless",
 )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def _cells(row: Row, study: Study) -> list[str]:
     held = numbers.mib(row.weight_bytes)
     if row.speculative:
         draft = numbers.mib(row.draft_weight_bytes, row.why_null("draft_weight_bytes"))
-        held += f"<br><sub>+ {draft}</sub>"
+        held += f"<br><sub>+{numbers.NBSP}{draft}</sub>"
     ttft, speed = (stacked(interval(iv, row.verdict)) for iv in (row.ttft_ms, row.decode_tok_per_s))
     tpot = number(row.tpot_ms.value if row.tpot_ms else None, row.verdict)
     speedup = "1" if row.name == "base" and row.speedup else stacked(ratio(row.speedup, row.verdict))
@@ -167,7 +167,8 @@ def _cells(row: Row, study: Study) -> list[str]:
     kept = "–"
     if row.speculative:
         kept = f"{share(row.acceptance_rate, row.verdict)}<br><sub>{row.lossless or na('not graded')}</sub>"
-    return [name, str(row.draft_len), held, ttft, tpot, speed, speedup, *_quality(row), kept, row.verdict]
+    cells = [str(row.draft_len), held, ttft, tpot, speed, speedup, *_quality(row), kept]
+    return [f"{name}<br>{row.verdict}", *cells]
 
 
 def _quality(row: Row) -> list[str]:
@@ -186,7 +187,8 @@ def row_notes(study: Study) -> str:
     for row in study.rows.values():
         for reason in row.reasons:
             saying.setdefault(reason.replace("+-", "±"), []).append(f"`{row.name}`")
-    return markdown.bullets([f"{', '.join(names)}: {reason}." for reason, names in saying.items()])
+    lines = [f"{', '.join(names)}: {reason}." for reason, names in saying.items()]
+    return "About the rows:\n\n" + markdown.bullets(lines) if lines else ""
 
 
 def terms(study: Study) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 from pipeline.measure.statistics import Interval
 
 KIB = 1024
+SMALL = 1e-3  # below, a power of ten is easier to read than zeros
 NBSP = "\u00a0"  # keeps a number and its unit on one line
 WORD_JOINER = "\u2060"  # and the ends of a range
 
@@ -61,6 +62,9 @@ def number(value: Any, reason: str = "not measured", digits: int = 3) -> str:
     """`digits` significant digits, thousands separated, a true minus sign; "n/a (reason)" when not finite."""
     if not is_finite(value):
         return na(reason)
+    if 0 < abs(value) < SMALL:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
     return f"{value:z,.{decimals(value, digits)}f}".replace("-", "−")
 
 

@@ -134,7 +134,7 @@ def curve(study: Study) -> str:
                     share(point["acceptance_rate"]),
                     number(point["mean_emitted_per_round"]),
                     number(costs["cost_ratio"], digits=2),
-                    number(costs["verify_cost"].get(str(k + 1))),
+                    fixed(costs["verify_cost"].get(str(k + 1)), 2),
                     fixed(point["predicted_speedup"], 2),
                     ratio(interval_of(point["measured"]["speedup"])),
                     (point["measured"]["lossless"] or {}).get("grade") or na("sampling"),
