@@ -117,6 +117,7 @@ def kill_midway(root):
     log(root, "killed", digest="lost")
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_run_that_the_next_study_clears_away(root):
     log(root, "warm-up")  # the store exists, so that the kill hits the study
     process = multiprocessing.get_context("spawn").Process(target=kill_midway, args=(root,))

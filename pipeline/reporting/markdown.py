@@ -1,4 +1,4 @@
-"""Markdown as GitHub renders it: tables, figures with a light and a dark file, folded parts."""
+"""Markdown as GitHub renders it: tables, figures with a light and a dark file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,3 @@ def bullets(lines: Sequence[str]) -> str:
 def section(title: str, *parts: str) -> str:
     """A heading and its non-empty parts, a blank line between them."""
     return "\n\n".join([f"## {title}", *(p for p in parts if p)])
-
-
-def folded(summary: str, body: str) -> str:
-    return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
