@@ -87,6 +87,11 @@ def test_a_quantized_checkpoint_is_refused(tmp_path):
         plan_of(tmp_path)
 
 
+def test_a_missing_model_says_so(tmp_path):
+    with pytest.raises(QuantizationError, match=r"none: no config\.json there; run `dvc repro`"):
+        plan_of(tmp_path / "none")
+
+
 @pytest.mark.parametrize("backend", ["auto_gptq", "autoawq"])
 def test_widths_that_archived_packing_would_cut_off_are_refused(tmp_path, monkeypatch, backend):
     monkeypatch.setattr(archived, "python", lambda: None)

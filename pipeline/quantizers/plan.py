@@ -68,6 +68,8 @@ def _skeleton(model: Path) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if not (model / "config.json").is_file():
+        raise QuantizationError(f"{model}: no config.json there; run `dvc repro` to produce the model")
     config = AutoConfig.from_pretrained(model, local_files_only=True)
     if getattr(config, "quantization_config", None) is not None:
         raise QuantizationError(f"{model}: already quantized; give the full-precision checkpoint")
