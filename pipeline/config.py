@@ -156,6 +156,7 @@ class QuantizeMethod:
     zero_point: bool = key("awq: asymmetric codes")
     clip: bool = key("awq: search a clipping threshold per group")
     duo_scaling: bool = key("awq: use weight magnitudes besides activation magnitudes in the scale search")
+    calibration_rows: int | None = key("first calibration rows used; null = all (a search is paid by the row)", ge=1)
     error_rows: int = key("first calibration rows on which every module's output error is measured", ge=1)
     ignore: list[str] = key("patterns (regular expressions) of whole name parts left alone: layers.1, o_proj")
     pack_head: bool = key("also pack the output head at 8 bits when loading (the file keeps it full precision)")

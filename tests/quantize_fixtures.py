@@ -33,6 +33,7 @@ METHOD = {
     "zero_point": True,
     "clip": False,
     "duo_scaling": True,
+    "calibration_rows": None,
     "error_rows": 2,
     "ignore": [],
     "pack_head": False,

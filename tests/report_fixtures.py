@@ -371,6 +371,7 @@ def quantize(key: str) -> dict[str, Any]:
         "modules": len(layers),
         "fallbacks": 0,
         "error": {"median": errors[len(errors) // 2], "max": errors[-1], "max_module": "made up"},
+        "calibration_rows": None,
         "error_rows": 4,
         "quantize_s": 50.0,
         "warnings": [],

@@ -49,11 +49,12 @@ struct Int4 {
 
 // A nibble c becomes the float 1 + c / 16 by standing in the mantissa, so that one fused multiply-add gives the weight:
 // (c - zero) * scale = 16 * scale * (1 + c / 16) - (16 + zero) * scale.
-template <int M, int R>
+// S sums take turns, so that one product does not wait for the last.
+template <int M, int R, int S>
 void int4_outputs(const Int4& w, const float* x, float* y, int64_t N, int64_t K, int64_t begin, int64_t end) {
   const int64_t groups = K / w.group;
   for (int64_t n = begin; n < end; n += R) {
-    Floats acc[R][M] = {};
+    Floats acc[R][M][S] = {};
     for (int64_t g = 0; g < groups; g++) {
       Floats slope[R], offset[R];
       for (int r = 0; r < R; r++) {
@@ -68,12 +69,15 @@ void int4_outputs(const Int4& w, const float* x, float* y, int64_t N, int64_t K,
           for (int j = 0; j < 8; j++) {
             const Words bits = j < 5 ? raw << (19 - 4 * j) : raw >> (4 * j - 19);
             const Floats weight = (Floats)((bits & 0x00780000u) | 0x3F800000u) * slope[r] + offset[r];
-            for (int m = 0; m < M; m++) acc[r][m] += weight * floats(x + m * K + k + j * LANES);
+            for (int m = 0; m < M; m++) acc[r][m][j % S] += weight * floats(x + m * K + k + j * LANES);
           }
         }
     }
     for (int r = 0; r < R && n + r < end; r++)
-      for (int m = 0; m < M; m++) y[m * N + n + r] = sum(acc[r][m]);
+      for (int m = 0; m < M; m++) {
+        for (int s = 1; s < S; s++) acc[r][m][0] += acc[r][m][s];
+        y[m * N + n + r] = sum(acc[r][m][0]);
+      }
   }
 }
 
@@ -104,7 +108,8 @@ void for_blocks(int64_t M, int64_t N, const Compute& compute) {
 
 // (rows M, outputs R at a time): as many sums as the vector registers hold beside what is being multiplied
 #define EACH_BF16(CASE) CASE(1, 4) CASE(2, 4) CASE(3, 3) CASE(4, 2) CASE(5, 2) CASE(6, 1) CASE(7, 1) CASE(8, 1)
-#define EACH_INT4(CASE) CASE(1, 4) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
+#define EACH_INT4(CASE) \
+  CASE(1, 2, 4) CASE(2, 2, 2) CASE(3, 1, 2) CASE(4, 1, 2) CASE(5, 1, 1) CASE(6, 1, 1) CASE(7, 1, 1) CASE(8, 1, 1)
 
 // x [M, K] float32 or bfloat16, w [N, K] bfloat16 -> [M, N] in x's dtype; K a multiple of 16
 at::Tensor bf16_linear(const at::Tensor& x, const at::Tensor& w) {
@@ -146,7 +151,7 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& codes, const at::T
     const float* from = rows.data() + m * K;
     float* to = y.data() + m * N;
     switch (count) {
-#define CASE(M, R) case M: int4_outputs<M, R>(w, from, to, N, K, begin, end); break;
+#define CASE(M, R, S) case M: int4_outputs<M, R, S>(w, from, to, N, K, begin, end); break;
       EACH_INT4(CASE)
 #undef CASE
     }

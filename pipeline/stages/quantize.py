@@ -53,7 +53,7 @@ def run(
         if kind == "ngram":
             return {"kind": kind, "weight_bytes": 0, "modules": 0, "layers": []}
         plan = make_plan(source, quantize, f"quantize.{key}", adapter(quantize.backend))
-        rows = read_rows(calibration / "rows.parquet", plan)
+        rows = read_rows(calibration / "rows.parquet", plan)[: quantize.calibration_rows]
         memory.refuse_too_little(runtime.min_free_memory_bytes)
         with no_other_bars():
             metrics = _quantize(quantize, runtime, plan, rows, source, folder)
