@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -69,6 +70,8 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     for name in sorted(n for n, required in path_names.items() if required and n not in paths):
         raise config.ConfigError(f"{stage}: path {name!r} is missing; give {name}=PATH")
     chosen = select_sections(sections, params, key)
+    if "runtime" in sections and stage != "environment":
+        refuse_missing_device(params.runtime.device)
     inputs = {n: provenance.tree_sha256(p) for n, p in paths.items() if not n.startswith("out") and p.exists()}
     started = time.monotonic()
     metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
@@ -89,6 +92,12 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     if metrics_path is not None:
         provenance.write_json(metrics_path, record)
     return record
+
+
+def refuse_missing_device(device: str) -> None:
+    """Raises ConfigError when `device` is a GPU and no NVIDIA driver is here; known without importing torch."""
+    if device.startswith("cuda") and shutil.which("nvidia-smi") is None:
+        raise config.ConfigError(f"runtime.device: {device}, but this machine has no NVIDIA driver; use cpu")
 
 
 def peak_memory_bytes() -> int:

@@ -331,6 +331,8 @@ def _check_limits(path: str, value: Any, meta: typing.Mapping[str, Any]) -> None
 
 def check(params: Params) -> Params:
     """Rules across keys that need nothing but the config. Raises ConfigError; returns `params` for chaining."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", params.runtime.device):
+        raise ConfigError(f"runtime.device: {params.runtime.device} is not cpu, cuda or cuda:N")
     _check_source("model", params.model)
     if params.draft.kind == "model":
         if params.draft.model is None:

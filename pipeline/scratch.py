@@ -1,7 +1,7 @@
 """`python -m pipeline.scratch FOLDER [OVERRIDE ...]`: the whole graph for another experiment in a folder of its own.
 
-The folder holds a copy of what the graph reads (code, conf/, evals/, envs/, dvc.yaml) with params.yaml compiled from the overrides,
-a DVC repository without Git, and the results. Nothing in this repository changes. `make smoke` is this.
+The folder holds a copy of what the graph reads (code, conf/, evals/, envs/, dvc.yaml), params.yaml compiled from the
+overrides, a DVC repository without Git, and the results. Nothing in this repository changes. `make smoke` is this.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config, provenance
@@ -90,7 +91,7 @@ def run_job(params: config.Params, stages: list[GraphStage], folder: Path) -> di
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
-    folder = Path(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir)
+    folder = Path(HydraConfig.get().runtime.output_dir)
     OmegaConf.resolve(cfg)
     settings = OmegaConf.to_container(cfg)
     assert isinstance(settings, dict)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline import config
+from pipeline import config, provenance
 
 ROOT = Path(__file__).parents[1]
 PARAMS = yaml.safe_load((ROOT / "params.yaml").read_text())
@@ -66,6 +69,7 @@ BAD = [
     ("draft.kind", "model", "draft.model: null, but draft.kind is model"),
     ("draft.distill", None, "draft.distill: null, but draft.kind is distill"),
     ("runtime.dtype", "int8", "not one of bfloat16, float16, float32"),
+    ("runtime.device", "gpu", "not cpu, cuda or cuda:N"),
     ("runtime.threads", 0, "below the limit of 1"),
     ("report.objective", "cost", "not one of latency, throughput, memory"),
     ("benchmark", [], "a mapping with the keys of Benchmark is due"),
@@ -135,6 +139,30 @@ def test_command_line_mistakes(words, message, tmp_path):
     done = command("pipeline", *words)
     assert done.returncode == 2 and message in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver")
+def test_a_gpu_that_is_not_here(tmp_path):
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(with_value("runtime.device", "cuda:1")))
+    done = command(
+        "pipeline", "calibrate", "corpus=a", "target=b", f"out={tmp_path}/c", f"--params={tmp_path}/params.yaml"
+    )
+    assert done.returncode == 2 and not (tmp_path / "c").exists()
+    assert done.stderr == "error: runtime.device: cuda:1, but this machine has no NVIDIA driver; use cpu\n"
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path, monkeypatch):
+    """Writing fails midway: the old result stays, no partial file is left."""
+    out = tmp_path / "result.json"
+    provenance.write_json(out, {"old": 1})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(out))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        provenance.write_json(out, {"new": 2})
+    assert provenance.read_json(out) == {"old": 1} and [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
 def test_compile_checks_and_writes(tmp_path):

@@ -178,7 +178,8 @@ def test_without_vector_instructions_the_native_kernel_stays():
     code = (
         "import torch; from pipeline.engine.linear4 import *\n"
         "c = torch.randint(0, 16, (64, 64), dtype=torch.uint8)\n"
-        "l = quantized_linear(c, torch.ones(64, 2), torch.full((64, 2), 8), None, 4, 32, None, torch.float32, 'cpu', False)\n"
+        "scales, zeros = torch.ones(64, 2), torch.full((64, 2), 8)\n"
+        "l = quantized_linear(c, scales, zeros, None, 4, 32, None, torch.float32, 'cpu', False)\n"
         "x = torch.randn(2, 64); print(cpu_block_rows(), l.tiled, (l(x) - x @ (c.float() - 8).t()).abs().max() < 1e-3)"
     )
     ran = subprocess.run(

@@ -113,6 +113,21 @@ def read_prompts(path: Path, per_category: int, key: str) -> PromptSet:
     return PromptSet({category: prompts[:per_category] for category, prompts in sorted(found.items())})
 
 
+def refuse_beyond_context(
+    checkpoint: Path, prompts: PromptSet, max_new_tokens: int, draft_len: int, section: str
+) -> None:
+    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in the model's context."""
+    context = provenance.read_json(checkpoint / "config.json").get("max_position_embeddings")
+    longest = max(prompts.all, key=lambda prompt: len(prompt.ids))
+    needed = len(longest.ids) + max_new_tokens + draft_len
+    if context is not None and needed > context:
+        raise ValueError(
+            f"{section}.max_new_tokens: prompt {longest.id} of {len(longest.ids)} tokens + {max_new_tokens} new + "
+            f"{draft_len} drafted = {needed} tokens, but the context of {checkpoint} is {context}; lower "
+            f"{section}.max_new_tokens, speculate.draft_lens or prompts.max_prompt_tokens"
+        )
+
+
 def end_ids(checkpoint: Path) -> list[int]:
     """End tokens of a model folder: generation_config.json, else config.json. Empty when the model names none."""
     for name in ("generation_config.json", "config.json"):

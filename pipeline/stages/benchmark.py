@@ -37,6 +37,7 @@ from pipeline.measure.setup import (
     draft_for,
     end_ids,
     read_prompts,
+    refuse_beyond_context,
     refuse_other_tokens,
 )
 from pipeline.measure.statistics import median, precise_enough
@@ -70,6 +71,8 @@ def run(
     checkpoints = dict(zip(TARGETS, (base, gptq, awq), strict=True))
     records = dict(zip(TARGETS, (speculate_base, speculate_gptq, speculate_awq), strict=True))
     prompt_set = read_prompts(prompts, benchmark.prompts_per_category, "benchmark.prompts_per_category")
+    longest_answer = max(benchmark.max_new_tokens, benchmark.forced_new_tokens)
+    refuse_beyond_context(base, prompt_set, longest_answer, max(speculate.draft_lens), "benchmark")
     inputs = {"prompts": provenance.tree_sha256(prompts), "environment": provenance.tree_sha256(environment)}
     rows: dict[str, Row] = {}
     for target in TARGETS:

@@ -12,7 +12,15 @@ from pipeline.measure import memory
 from pipeline.measure.answers import Acceptance
 from pipeline.measure.blocks import Blocks
 from pipeline.measure.draft_sweep import DraftSweep, answers_of, judge
-from pipeline.measure.setup import DraftSpec, arm_spec, draft_for, end_ids, read_prompts, refuse_other_tokens
+from pipeline.measure.setup import (
+    DraftSpec,
+    arm_spec,
+    draft_for,
+    end_ids,
+    read_prompts,
+    refuse_beyond_context,
+    refuse_other_tokens,
+)
 from pipeline.measure.speculation import best_measured, best_predicted, curve_point
 from pipeline.measure.statistics import Interval
 from pipeline.measure.verdict import BrokenOutput
@@ -39,6 +47,7 @@ def run(
     """
     chosen, no_draft = draft_for(key, draft, quantized_draft)
     prompt_set = read_prompts(prompts, speculate.prompts_per_category, "speculate.prompts_per_category")
+    refuse_beyond_context(checkpoint, prompt_set, speculate.max_new_tokens, max(speculate.draft_lens), "speculate")
     refuse_other_tokens(checkpoint, chosen)
     memory.refuse_too_little(runtime.min_free_memory_bytes)
     spec = arm_spec(checkpoint, chosen, runtime, ends=end_ids(checkpoint), trust_remote_code=model.trust_remote_code)
