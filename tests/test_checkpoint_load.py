@@ -223,7 +223,8 @@ def test_dtype_and_dense_rows_are_read_back(tmp_path):
     assert decoder.describe()["kernels"] == {"FullLinear (dense from 4 rows)": 15}
     assert dense_from_of(decoder) == {"FullLinear": 4}
     measured = dense_from_of(load(tmp_path, dtype=torch.bfloat16, dense_from=None))
-    assert measured.keys() == {"FullLinear"} and measured["FullLinear"] in (None, 2, 4, 8, 16, 32, 64, 128)
+    (name,) = measured  # whichever of the two is faster here
+    assert name in ("FullLinear", "FewRowsLinear") and measured[name] in (None, 2, 4, 8, 16, 32, 64, 128)
 
 
 @pytest.mark.parametrize("tie", [False, True])
