@@ -74,20 +74,25 @@ class DraftSweep:
         return replace(costs, overhead_ms=self._overhead_ms(costs, timed)) if timed else costs
 
     def _overhead_ms(self, costs: Costs, draft_len: int) -> float:
-        """Of a round: its time less that of its forwards, less the same of a plain step; short forced runs in turn.
+        """Of a round: its time less that of its forwards, less the same of a plain step.
 
-        One K stands for all: what is left is the bookkeeping of a round, not of a token.
+        A round's time is the difference of a long and a short forced run over that of their rounds, so that what
+        happens once an answer (the draft reads the prompt) is not taken for what happens once a round. One K stands
+        for all: what is left is the bookkeeping of a round, not of a token.
         """
         assert costs.draft_step_ms is not None
         prompt = min((p.ids for p in self.prompts.all), key=len)
         per_round_ms: dict[int, list[float]] = {0: [], draft_len: []}
         for _ in range(self.settings.cost_repeats):
             for k, found in per_round_ms.items():
-                ask = Ask(k, 2 * draft_len + 3, ignore_end=True, sampling=self.settings.sampling)
-                done = self.arm.generate(prompt, ask)
-                if done.rounds:
-                    forwards_ms = k * costs.draft_step_ms + costs.target_step_ms[k + 1]
-                    found.append(1e3 * done.decode_s / len(done.rounds) - forwards_ms)
+                short, long = (
+                    self.arm.generate(prompt, Ask(k, tokens, ignore_end=True, sampling=self.settings.sampling))
+                    for tokens in (2 * draft_len + 3, 4 * draft_len + 6)
+                )
+                forwards_ms = k * costs.draft_step_ms + costs.target_step_ms[k + 1]
+                rounds = len(long.rounds) - len(short.rounds)
+                if rounds:
+                    found.append(1e3 * (long.decode_s - short.decode_s) / rounds - forwards_ms)
         return max(0.0, median(per_round_ms[draft_len]) - median(per_round_ms[0]))
 
     def time(self, draft_lens: Sequence[int]) -> Blocks:
