@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeline import config, provenance
 
 COPIED = ("pipeline", "conf", "evals", "dvc.yaml", "envs")
+DVC = (sys.executable, "-m", "dvc")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", ".venv", "*.partial")
 
 
@@ -35,13 +36,17 @@ def make(root: Path, folder: Path, overrides: list[str]) -> None:
         (folder / "envs/quantizers/.venv").symlink_to(archived)
     provenance.write_text(folder / "params.yaml", text)
     if not (folder / ".dvc").exists():
-        subprocess.run(["dvc", "init", "--no-scm", "--quiet"], cwd=folder, check=True)
+        subprocess.run([*DVC, "init", "--no-scm", "--quiet"], cwd=folder, check=True)
 
 
 def reproduce(folder: Path) -> int:
     """`dvc repro` in `folder`; returns its exit code."""
-    environment = os.environ | {"PYTHONPATH": str(folder.resolve()), "DVC_NO_ANALYTICS": "true"}
-    return subprocess.run(["dvc", "repro"], cwd=folder, env=environment, check=False).returncode
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",  # the `python` of dvc.yaml is this one
+        "PYTHONPATH": str(folder.resolve()),
+        "DVC_NO_ANALYTICS": "true",
+    }
+    return subprocess.run([*DVC, "repro"], cwd=folder, env=environment, check=False).returncode
 
 
 def main(argv: list[str] | None = None) -> int:
