@@ -123,7 +123,7 @@ def test_multirun_keeps_the_good_jobs_and_names_the_bad_one(smoke):
         "speculate.draft_lens=[0,1],[0,-1]", "speculate.timed_draft_lens=[0]",
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "speculate.draft_lens[1]: -1 is below the limit of 0" in done.stderr
+    assert "error: speculate.draft_lens: -1 is below the limit of 0 tokens" in done.stderr
     summaries = sorted(folder.glob("multirun/*/*/*/summary.json"))
     first, second = (json.loads(p.read_text()) for p in summaries)
     assert [p["draft_len"] for p in first["speculate@base"]["curve"]] == [0, 1]
