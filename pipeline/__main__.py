@@ -8,7 +8,6 @@ provenance, to `metrics=path`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import inspect
 import os
@@ -64,6 +63,9 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     """Run one stage and return its record: provenance, cost and metrics. `paths` may hold `metrics`."""
     run = importlib.import_module(f"pipeline.stages.{stage}").run
     sections, path_names, takes_key = arguments_of(run)
+    if takes_key != (key is not None):
+        due = f"needs a key, {stage}@KEY" if takes_key else f"takes no key; give {stage} alone"
+        raise config.ConfigError(f"{stage}@{key or ''}: {due}")
     metrics_path = paths.pop("metrics", None)
     for name in sorted(set(paths) - set(path_names)):
         raise config.ConfigError(f"{stage}: unknown path {name!r}; it takes {', '.join(path_names)} and metrics")
@@ -72,7 +74,8 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     chosen = select_sections(sections, params, key)
     if "runtime" in sections and stage != "environment":
         refuse_missing_device(params.runtime.device)
-    inputs = {n: provenance.tree_sha256(p) for n, p in paths.items() if not n.startswith("out") and p.exists()}
+    refuse_unusable(stage, paths, metrics_path)
+    inputs = {n: provenance.tree_sha256(p) for n, p in paths.items() if not n.startswith("out")}
     started = time.monotonic()
     metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
     plain_sections = provenance.finite(chosen)
@@ -94,6 +97,19 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     return record
 
 
+def refuse_unusable(stage: str, paths: dict[str, Path], metrics: Path | None) -> None:
+    """Raises ConfigError for an input that is not there or a place that cannot be written, before any work."""
+    for name, path in paths.items():
+        if not name.startswith("out") and not path.exists():
+            raise config.ConfigError(f"{stage}: {name}={path} not found; run `dvc repro` to produce it, or correct it")
+    if metrics is not None and metrics.is_dir():
+        raise config.ConfigError(f"{stage}: metrics={metrics} is a folder; give a file")
+    for name, path in {**paths, "metrics": metrics or Path("metrics")}.items():
+        blocked = next((p for p in path.parents if p.exists() and not p.is_dir()), None)
+        if blocked is not None:
+            raise config.ConfigError(f"{stage}: {name}={path} lies below the file {blocked}; give another place")
+
+
 def refuse_missing_device(device: str) -> None:
     """Raises ConfigError when `device` is a GPU and no NVIDIA driver is here; known without importing torch."""
     if device.startswith("cuda") and shutil.which("nvidia-smi") is None:
@@ -105,8 +121,13 @@ def peak_memory_bytes() -> int:
     return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
+class OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise config.ConfigError(f"{message}; see `{self.prog} --help`")
+
+
 def parse_arguments(argv: list[str]) -> tuple[str, str | None, dict[str, Path], Path]:
-    parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__.split("\n")[0])
+    parser = OneLineParser(prog="python -m pipeline", description=__doc__.split("\n")[0])
     parser.add_argument("stage", metavar="STAGE[@KEY]", help=", ".join(stage_names()))
     parser.add_argument("paths", nargs="*", metavar="name=path")
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="compiled config")
@@ -119,6 +140,8 @@ def parse_arguments(argv: list[str]) -> tuple[str, str | None, dict[str, Path], 
         name, equals, path = item.partition("=")
         if not equals or not path:
             raise config.ConfigError(f"{item}: not of the form name=path")
+        if name in paths:
+            raise config.ConfigError(f"{item}: {name} is given twice; give it once")
         paths[name] = Path(path)
     return stage, key or None, paths, args.params
 
@@ -146,10 +169,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    for secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        with contextlib.suppress(KeyError):
-            text = text.replace(os.environ[secret], "***") if os.environ[secret] else text
-    return text
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        text = f"{error.filename}: not found; run `dvc repro` to produce it, or correct the path"
+    return config.redacted(text)
 
 
 def _terminate(signum: int, frame: types.FrameType | None) -> None:

