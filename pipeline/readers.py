@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,12 @@ class Reader:
 
 
 def text_of(path: Path) -> str:
-    """Raises SourceError naming the file when it is not UTF-8 text or holds NUL bytes."""
+    """Raises SourceError naming the file when it is not UTF-8 text, holds NUL bytes or cannot be unpacked."""
     raw = path.read_bytes()
-    raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    try:
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as e:
+        raise SourceError(f"{path}: not a whole gzip file ({e}); fetch it again, or unpack it first") from None
     if b"\0" in raw:
         raise SourceError(f"{path}: holds NUL bytes, so it is no text file; remove it from the corpus or convert it")
     try:
@@ -97,10 +101,14 @@ def read_humaneval(files: list[Path], text_field: str | None) -> Iterator[Docume
     for path in files:
         for number, row in enumerate(_json_lines(path), start=1):
             try:
-                prompt = row["prompt"]
-                yield Document(str(row["task_id"]), prompt + row["canonical_solution"], prompt)
+                prompt, solution = row["prompt"], row["canonical_solution"]
+                yield Document(str(row["task_id"]), prompt + solution, prompt)
             except KeyError as e:
                 raise SourceError(f"{path}: row {number} has no {e.args[0]}; it has {', '.join(row)}") from None
+            except TypeError:
+                raise SourceError(
+                    f"{path}: row {number}: prompt or canonical_solution is no text; correct it"
+                ) from None
 
 
 def read_text(files: list[Path], text_field: str | None) -> Iterator[Document]:
@@ -125,10 +133,20 @@ def row_text(row: dict, text_field: str | None, where: str) -> str:
 def _json_lines(path: Path) -> Iterator[dict]:
     for number, line in enumerate(text_of(path).split("\n"), start=1):
         if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as e:
-                raise SourceError(f"{path}: line {number} is not JSON ({e.msg})") from None
+            yield _json_object(line, f"{path}: line {number}")
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as e:
+        raise SourceError(f"{where} is not JSON ({e.msg}); correct or remove it") from None
+    except (ValueError, RecursionError) as e:
+        raise SourceError(f"{where} cannot be read ({e}); correct or remove it") from None
+    if not isinstance(row, dict):
+        raise SourceError(f"{where} holds {type(row).__name__}, an object is due; correct or remove it")
+    return row
 
 
 def _json_name(name: str) -> bool:
@@ -145,8 +163,20 @@ READERS = {
 
 
 def read_documents(corpus: Path) -> list[dict[str, Any]]:
-    """Rows of the fetched corpus: id, corpus, category, split, text, prompt. Raises SourceError when it is absent."""
+    """Rows of the fetched corpus: id, corpus, category, split, text, prompt.
+
+    Raises SourceError when it is absent, or a row lacks one of them: the file is ours, so it was edited or cut.
+    """
     path = corpus / "documents.jsonl"
     if not path.exists():
         raise SourceError(f"{path}: not found; run `dvc repro` to produce it")
-    return list(_json_lines(path))
+    rows = list(_json_lines(path))
+    for number, row in enumerate(rows, start=1):
+        wrong = next(
+            (k for k in ("id", "corpus", "category", "split", "text") if not isinstance(row.get(k), str)), None
+        )
+        if wrong is not None or not isinstance(row.setdefault("prompt", None), str | None):
+            raise SourceError(
+                f"{path}: line {number} has no text in {wrong or 'prompt'}; delete it and run `dvc repro`"
+            )
+    return rows

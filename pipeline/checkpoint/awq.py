@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.files import CheckpointError, TensorFiles
+from pipeline.checkpoint.files import SCALES, WORDS, CheckpointError, TensorFiles
 from pipeline.checkpoint.packed import (
     PackedLinear,
     check_shape,
+    checked_bias,
     checked_group_size,
     groups_of,
     pack_words,
@@ -56,25 +57,25 @@ class AwqReader:
 
     def shape(self, name: str) -> tuple[int, int]:
         """(N, K) from the headers."""
-        K, words = self.tensors.entries[f"{name}.qweight"].shape
+        K, words = self.tensors.header(name, "qweight", WORDS).shape
         return 8 * words, K
 
     def read(self, name: str) -> PackedLinear:
         N, K = self.shape(name)
         group_size, groups = groups_of(K, self.group_size)
-        scales_GN = self.tensors.part(name, "scales")
+        scales_GN = self.tensors.part(name, "scales", SCALES)
         check_shape(f"{name}.scales", scales_GN.shape, (groups, N))
         if self.symmetric and f"{name}.qzeros" not in self.tensors:
             zeros_GN = torch.full((groups, N), 2 ** (BITS - 1), dtype=torch.uint8)
         else:
-            zeros_GN = unpack_awq(self.tensors.part(name, "qzeros"))
+            zeros_GN = unpack_awq(self.tensors.part(name, "qzeros", WORDS))
             check_shape(f"{name}.qzeros", zeros_GN.shape, (groups, N))
         return PackedLinear(
-            codes_NK=unpack_awq(self.tensors.part(name, "qweight")).t().contiguous(),
+            codes_NK=unpack_awq(self.tensors.part(name, "qweight", WORDS)).t().contiguous(),
             scales_NG=scales_GN.t().contiguous(),
             zeros_NG=zeros_GN.t().contiguous(),
             group_index_K=None,
             bits=BITS,
             group_size=group_size,
-            bias_N=self.tensors.optional(name, "bias"),
+            bias_N=checked_bias(self.tensors, name, N),
         )

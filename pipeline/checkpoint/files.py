@@ -16,21 +16,26 @@ from typing import Any
 
 import torch
 
+WORDS, SCALES, INDICES = ("I32",), ("F16", "BF16", "F32"), ("I32", "I64")  # dtypes of packed layers' parts
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read right: names the file or tensor, what is wrong and a way out."""
+    """A checkpoint that cannot be read right: one line with the file or tensor, what is wrong and a way out."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # names come from the file and may hold line ends
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies and what its header says."""
+    """Where a tensor lies and what its header says; `dtype` as safetensors spells it, such as I32."""
 
     file: Path
     shape: tuple[int, ...]
     nbytes: int
+    dtype: str
 
     @property
     def count(self) -> int:
@@ -43,11 +48,21 @@ def read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; point at a folder in Hugging Face form") from None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: not readable JSON ({e}); fetch or export the checkpoint again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds {type(value).__name__}, an object is due; export the checkpoint again")
     return value
+
+
+def as_object(settings: dict[str, Any], key: str) -> dict[str, Any]:
+    """An object inside quantization_config, empty where it is absent or null. Raises CheckpointError."""
+    value = settings.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(
+            f"quantization_config.{key}: holds {type(value).__name__}, an object is due; export the checkpoint again"
+        )
+    return value or {}
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
@@ -62,6 +77,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         self.metadata: dict[str, str] = {}
         for file in weight_files(folder):
             self._scan(file)
+        if not self.entries:
+            raise CheckpointError(f"{folder}: its safetensors hold no tensor; fetch or export it again")
         for name, file in indexed(folder).items():
             if name not in self.entries or self.entries[name].file != file:
                 raise CheckpointError(f"{file}: lacks {name}, which the index places there; fetch the folder again")
@@ -74,23 +91,41 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                     raise CheckpointError(f"{file}: {name} is also in {self.entries[name].file.name}; keep one")
                 view = f.get_slice(name)
                 shape = tuple(view.get_shape())
-                self.entries[name] = Entry(file, shape, math.prod(shape) * _bits(view.get_dtype()) // 8)
+                dtype = view.get_dtype()
+                self.entries[name] = Entry(file, shape, math.prod(shape) * _bits(dtype) // 8, dtype)
+                if not self.entries[name].count:
+                    raise CheckpointError(f"{file}: {name} has shape {list(shape)}, no values; export it again")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
         with _opened(entry.file) as f:
-            tensor: torch.Tensor = f.get_tensor(name).clone()  # the original is a view of the mapped file
+            try:
+                tensor: torch.Tensor = f.get_tensor(name).clone()  # the original is a view of the mapped file
+            except Exception as e:  # safetensors' own for a dtype torch has not, and whatever torch makes of it
+                raise CheckpointError(f"{entry.file}: {name} cannot be read ({e}); export it again") from e
         if tensor.dtype in CHECKED and tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
             count = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{entry.file}: {name} holds {count} NaN or infinite values; export it again")
         return tensor
 
-    def part(self, layer: str, suffix: str) -> torch.Tensor:
-        """A tensor that a packed layer cannot be without."""
+    def part(self, layer: str, suffix: str, dtypes: tuple[str, ...], dimensions: int = 2) -> torch.Tensor:
+        """A tensor that a packed layer cannot be without, of one of `dtypes`."""
+        name = f"{layer}.{suffix}"
+        self.header(layer, suffix, dtypes, dimensions)
+        return self[name]
+
+    def header(self, layer: str, suffix: str, dtypes: tuple[str, ...], dimensions: int = 2) -> Entry:
+        """What the file says of such a tensor, without its data."""
         name = f"{layer}.{suffix}"
         if name not in self.entries:
             raise CheckpointError(f"{name}: missing beside the layer's other tensors; export the checkpoint again")
-        return self[name]
+        entry = self.entries[name]
+        if entry.dtype not in dtypes or len(entry.shape) != dimensions:
+            raise CheckpointError(
+                f"{name}: {entry.dtype} of shape {list(entry.shape)}, but {' or '.join(dtypes)} with {dimensions} "
+                f"dimensions is due; export the checkpoint again"
+            )
+        return entry
 
     def optional(self, layer: str, suffix: str) -> torch.Tensor | None:
         name = f"{layer}.{suffix}"

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.files import CheckpointError, TensorFiles
+from pipeline.checkpoint.files import INDICES, SCALES, WORDS, CheckpointError, TensorFiles, as_object
 from pipeline.checkpoint.packed import (
     PackedLinear,
     check_shape,
+    checked_bias,
     checked_group_index,
     checked_group_size,
     groups_of,
@@ -48,13 +49,13 @@ class GptqReader:
         if label not in DIALECTS:
             raise CheckpointError(f"checkpoint_format: {label!r} is a kernel's layout; export as gptq or gptq_v2")
         self.bits: int = settings.get("bits", 0)
-        if self.bits not in BITS:
+        if type(self.bits) is not int or self.bits not in BITS:
             raise CheckpointError(f"quantization_config.bits: {self.bits!r} is not one of {BITS}; export again")
-        if any(not pattern.startswith("-:") for pattern in settings.get("dynamic") or {}):  # "-:" = left unpacked
+        if any(not pattern.startswith("-:") for pattern in as_object(settings, "dynamic")):  # "-:" = left unpacked
             raise CheckpointError("quantization_config.dynamic: settings that differ by layer are not read")
         self.group_size = checked_group_size(settings.get("group_size"))
         self.names = tensors.layers("qweight")
-        self.by_gptqmodel = "gptqmodel" in str((settings.get("meta") or {}).get("quantizer")).lower()
+        self.by_gptqmodel = "gptqmodel" in str(as_object(settings, "meta").get("quantizer")).lower()
         symmetric = self._symmetric_format(settings.get("sym"))
         self.format = symmetric or label
         if symmetric is None:
@@ -62,17 +63,18 @@ class GptqReader:
 
     def shape(self, name: str) -> tuple[int, int]:
         """(N, K) from the headers."""
-        words, N = self.tensors.entries[f"{name}.qweight"].shape
+        words, N = self.tensors.header(name, "qweight", WORDS).shape
         return N, words * 32 // self.bits
 
     def read(self, name: str) -> PackedLinear:
         N, K = self.shape(name)
         group_size, groups = groups_of(K, self.group_size)
-        scales_GN = self.tensors.part(name, "scales")
+        scales_GN = self.tensors.part(name, "scales", SCALES)
         check_shape(f"{name}.scales", scales_GN.shape, (groups, N))
         zeros_GN = self._zeros(name)
         check_shape(f"{name}.qzeros", zeros_GN.shape, (groups, N))
-        index_K = self.tensors.optional(name, "g_idx")
+        has_index = f"{name}.g_idx" in self.tensors
+        index_K = self.tensors.part(name, "g_idx", INDICES, 1) if has_index else None
         return PackedLinear(
             codes_NK=self._codes(name),
             scales_NG=scales_GN.t().contiguous(),
@@ -80,15 +82,15 @@ class GptqReader:
             group_index_K=checked_group_index(f"{name}.g_idx", index_K, K, groups, group_size),
             bits=self.bits,
             group_size=group_size,
-            bias_N=self.tensors.optional(name, "bias"),
+            bias_N=checked_bias(self.tensors, name, N),
         )
 
     def _codes(self, name: str) -> torch.Tensor:
-        return unpack_words(self.tensors.part(name, "qweight").t(), self.bits, self.shape(name)[1])
+        return unpack_words(self.tensors.part(name, "qweight", WORDS).t(), self.bits, self.shape(name)[1])
 
     def _zeros(self, name: str) -> torch.Tensor:
         """zeros_GN in the file's dialect."""
-        words_GW = self.tensors.part(name, "qzeros")
+        words_GW = self.tensors.part(name, "qzeros", WORDS)
         if self.format == "gptq_v2":
             return self._unpacked_zeros(words_GW, name)
         if not self.by_gptqmodel:
@@ -110,7 +112,7 @@ class GptqReader:
         """The dialect that symmetric zeros give away; None when the codes may be asymmetric."""
         if sym is False:
             return None
-        stored = [self._unpacked_zeros(self.tensors.part(n, "qzeros"), n).unique() for n in self.names]
+        stored = [self._unpacked_zeros(self.tensors.part(n, "qzeros", WORDS), n).unique() for n in self.names]
         values = sorted({int(z) for zeros in stored for z in zeros.tolist()})
         middle = 2 ** (self.bits - 1)
         by_value = {middle - 1: "gptq", middle: "gptq_v2"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.checkpoint.files import CheckpointError
+from pipeline.checkpoint.files import CheckpointError, TensorFiles
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,13 @@ def checked_group_index(
     return index_K
 
 
+def checked_bias(tensors: TensorFiles, layer: str, N: int) -> torch.Tensor | None:
+    bias_N = tensors.optional(layer, "bias")
+    if bias_N is not None:
+        check_shape(f"{layer}.bias", bias_N.shape, (N,))
+    return bias_N
+
+
 def check_shape(name: str, found: tuple[int, ...] | torch.Size, due: tuple[int, ...]) -> None:
     """Raises CheckpointError when a stored tensor has not the shape that the others and the settings imply."""
     if tuple(found) != due:
@@ -116,7 +123,7 @@ def check_shape(name: str, found: tuple[int, ...] | torch.Size, due: tuple[int, 
 
 def checked_group_size(group_size: object) -> int:
     """A setting's group size: positive, or -1 for the whole row. Raises CheckpointError."""
-    if not isinstance(group_size, int) or group_size < -1 or group_size == 0:
+    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < -1 or group_size == 0:
         raise CheckpointError(f"quantization_config.group_size: {group_size!r} is neither positive nor -1; correct it")
     return group_size
 

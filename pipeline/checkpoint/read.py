@@ -104,7 +104,7 @@ def read(folder: Path) -> Checkpoint:
     reader: Reader | None = None
     if settings is not None:
         method = settings.get("quant_method")
-        if method not in READERS:
+        if not isinstance(method, str) or method not in READERS:
             raise CheckpointError(
                 f"{folder / 'config.json'}: quantization_config.quant_method {method!r} is not read; "
                 f"known: {', '.join(READERS)}, or no quantization_config"
@@ -115,7 +115,8 @@ def read(folder: Path) -> Checkpoint:
     owned = {f"{n}.{s}" for n in reader.names for s in reader.suffixes} if reader else set()
     plain = PlainTensors(files, owned)
     weights = sum(files.entries[n].count for n in plain)
-    weights += sum(n * k for n, k in map(reader.shape, reader.names)) if reader else 0
+    with located(folder):
+        weights += sum(n * k for n, k in map(reader.shape, reader.names)) if reader else 0
     nbytes = sum(e.nbytes for e in files.entries.values())
     return Checkpoint(
         folder=folder,
@@ -130,7 +131,10 @@ def read(folder: Path) -> Checkpoint:
 
 def quantization_settings(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
     """quantization_config of config.json, or the separate file of older exports; None for full precision."""
-    settings = config.get("quantization_config")
+    settings: dict[str, Any] | None = config.get("quantization_config")
+    if settings is not None and not isinstance(settings, dict):
+        found = type(settings).__name__
+        raise CheckpointError(f"{folder / 'config.json'}: quantization_config is {found}, an object is due; correct it")
     for name, method in OLD_SETTINGS.items():
         if (folder / name).is_file():
             beside = {"quant_method": method, **read_object(folder / name)}

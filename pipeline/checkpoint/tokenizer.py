@@ -77,10 +77,20 @@ def _shown(token: str | None) -> str:
 def read_tokens(folder: Path) -> Tokens:
     """Read `tokenizer.json`, `tokenizer_config.json` (if there is one) and `config.json`.
 
-    Raises TokenizerMismatch when a file that is needed is absent or not JSON: what is not known cannot be called equal.
+    Raises TokenizerMismatch when a file that is needed is absent or damaged: what is not known cannot be called equal.
     """
     tokenizer, config = _json(folder / "tokenizer.json"), _json(folder / "config.json")
     settings = _json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    try:
+        return _tokens(folder, tokenizer, config, settings)
+    except Exception as e:  # the tokenizers library raises Exception itself
+        raise TokenizerMismatch(
+            f"{folder / 'tokenizer.json'}: not a tokenizer that fits its config.json ({type(e).__name__}: {e}); fetch "
+            f"the model again"
+        ) from e
+
+
+def _tokens(folder: Path, tokenizer: dict[str, Any], config: dict[str, Any], settings: dict[str, Any]) -> Tokens:
     model = dict(tokenizer["model"])
     vocab = model.pop("vocab")
     # Unigram keeps [token, score] in id order; the scores decide how text is cut.
@@ -114,10 +124,12 @@ def _json(path: Path) -> dict[str, Any]:
             f"{path}: not found, so the tokenizers cannot be compared; save the model's fast tokenizer there "
             f"(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (ValueError, RecursionError) as e:
         raise TokenizerMismatch(
             f"{path}: not JSON ({e}), so the tokenizers cannot be compared; fetch it again"
         ) from None
+    if not isinstance(read, dict):
+        raise TokenizerMismatch(f"{path}: holds {type(read).__name__}, an object is due; fetch it again")
     return read
 
 

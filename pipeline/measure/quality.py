@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,19 @@ def concatenate(category: str, documents: list[tuple[str, str]], tokenizer: Any,
         raise ValueError(f"category {category}: no tokens to score in {len(documents)} evaluation documents")
     used = slice(0, max_tokens)
     return Stream(category, [name for name, _ in documents], np.array(ids[used]), np.array(owner[used]))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder; no code of the model runs. Raises ValueError naming the folder."""
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder / 'tokenizer.json'}: not found; give a model with a fast tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as e:  # the tokenizers library raises Exception itself
+        why = " ".join(str(e).split())[:200]
+        raise ValueError(f"{folder}: its tokenizer cannot be read ({why}); fetch the model again") from e
 
 
 def leading_tokens(tokenizer: Any) -> list[int]:

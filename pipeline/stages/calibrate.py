@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline import provenance
 from pipeline.config import Calibration, Runtime
-from pipeline.measure.quality import leading_tokens
+from pipeline.measure.quality import leading_tokens, load_tokenizer
 from pipeline.readers import read_documents
 
 NGRAM_TOKENS = 13  # the length GPT-3 used to find overlap (Brown et al. 2020, appendix C)
@@ -37,9 +37,7 @@ def run(calibration: Calibration, runtime: Runtime, *, corpus: Path, target: Pat
     Raises CalibrationError: no full row in the corpus, or more than max_overlap of the 13-grams of an evaluation
     category found in the rows.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = load_tokenizer(target)
     documents = read_documents(corpus)
     warn_few_tokens(calibration, target)
     candidates, dropped = cut_rows(calibration_documents(documents, calibration.categories), calibration, tokenizer)
@@ -78,7 +76,10 @@ def calibration_documents(documents: list[dict[str, Any]], categories: list[str]
 def warn_few_tokens(calibration: Calibration, target: Path) -> None:
     """One line on stderr when there are fewer tokens than input channels: a Hessian of them cannot have full rank."""
     config = provenance.read_json(target / "config.json")
-    channels = max(config["hidden_size"], config["intermediate_size"])
+    try:
+        channels = max(config["hidden_size"], config["intermediate_size"])
+    except (KeyError, TypeError) as e:
+        raise CalibrationError(f"{target / 'config.json'}: no width to be read ({e}); fetch the model again") from None
     tokens = calibration.rows * calibration.row_tokens
     if tokens < channels:
         print(
@@ -182,6 +183,8 @@ def write(rows: list[Row], out: Path, target: Path, corpus: Path) -> dict[str, A
 
     ids = np.array([r.ids_T for r in rows], dtype=np.int32)
     sources = provenance.read_json(corpus / "source.json")
+    if not isinstance(sources, dict) or not all(isinstance(s, dict) for s in sources.values()):
+        raise CalibrationError(f"{corpus / 'source.json'}: not an object for each corpus; run `dvc repro` to write it")
     revision = ("package", "version", "id", "revision", "sha256")
     lock = {
         "tokens_sha256": hashlib.sha256(json.dumps(ids.tolist()).encode()).hexdigest(),

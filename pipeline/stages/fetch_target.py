@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from pathlib import Path
 from typing import Any
 
 from pipeline import provenance, sources
 from pipeline.config import Model, Runtime
+
+SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
 def run(model: Model, runtime: Runtime, *, out: Path) -> dict[str, Any]:
@@ -95,21 +94,28 @@ def _check_folder(folder: Path, model: Model) -> dict[str, Any]:
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).exists():
             raise sources.SourceError(f"model {model.name} has no {name}; give a model with a fast tokenizer")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    from pipeline.checkpoint.files import read_object
+    from pipeline.checkpoint.tokenizer import read_tokens
+
+    config = read_object(folder / "config.json")
     if "quantization_config" in config:
         raise sources.SourceError(f"model {model.name} is quantized already; give the full-precision model")
     if "auto_map" in config and not model.trust_remote_code:
         raise sources.SourceError(
             f"model.trust_remote_code: false, but {model.name} brings its own code; read it, then set it to true"
         )
+    lacking = [name for name in SHAPE_KEYS if not isinstance(config.get(name), int)]
+    if lacking or not isinstance(config.get("architectures"), list) or not config["architectures"]:
+        raise sources.SourceError(
+            f"model {model.name}: config.json has no {(lacking or ['architectures'])[0]}; give a causal language model "
+            f"of the Llama kind, whose config names its shape so"
+        )
+    read_tokens(folder)
     return config
 
 
 def count_parameters(folder: Path) -> int:
-    """Elements of all stored tensors (a tied head counts once), read from the headers alone."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as f:
-            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
-    return total
+    """Elements of all stored tensors (a tied head counts once), from the headers. Raises CheckpointError."""
+    from pipeline.checkpoint.files import TensorFiles
+
+    return sum(entry.count for entry in TensorFiles(folder).entries.values())

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline import provenance
 from pipeline.config import Prompts, Runtime
-from pipeline.measure.quality import leading_tokens
+from pipeline.measure.quality import leading_tokens, load_tokenizer
 from pipeline.readers import read_documents
 
 CATEGORIES = ("code", "prose", "summary")
@@ -58,8 +58,16 @@ class Asker:
         asked = form.format(text=piece.strip() if self.chat else piece)
         if not self.chat:
             return asked
+        from jinja2 import TemplateError
+
         turns = [{"role": "user", "content": asked}]
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, TypeError) as e:
+            raise PromptError(
+                f"prompts.chat_template: true, but the target's chat template refuses a user's turn ({e}); correct "
+                f"the template or use plain text (-S prompts=plain)"
+            ) from None
 
     def ids(self, text: str) -> list[int]:
         """One BOS at the front when the tokenizer begins texts with one, whether or not the template wrote it too."""
@@ -77,9 +85,7 @@ def run(prompts: Prompts, runtime: Runtime, *, corpus: Path, target: Path, out: 
 
     A category with fewer prompts than asked for gives all it has. Raises PromptError when there is none for evaluation.
     """
-    from transformers import AutoTokenizer
-
-    asker = Asker(AutoTokenizer.from_pretrained(target), prompts.chat_template)
+    asker = Asker(load_tokenizer(target), prompts.chat_template)
     documents = read_documents(corpus)
     generator = np.random.default_rng(runtime.seed)
     rows: list[dict[str, Any]] = []
