@@ -234,12 +234,22 @@ class Benchmark:
 
 
 @dataclass(kw_only=True)
+class Compare:
+    max_speed_loss_pct: float = key("of decode speed; a loss beyond this is a regression", "%", ge=0)
+    max_ttft_increase_pct: float = key("of the time to the first token", "%", ge=0)
+    max_memory_increase_pct: float = key("of peak memory", "%", ge=0)
+    max_ppl_increase_pct: float = key("of token perplexity", "%", ge=0)
+    max_accuracy_drop_points: float = key("of task accuracy", "points", ge=0)
+
+
+@dataclass(kw_only=True)
 class Report:
     objective: Literal["latency", "throughput", "memory"] = key("what the recommendation optimizes")
     max_memory_bytes: int | None = key("constraint on peak memory; null = none", "bytes", ge=1)
     max_ppl_increase_pct: float | None = key("constraint on token perplexity against base", "%", ge=0)
     max_accuracy_drop_points: float | None = key("constraint on task accuracy against base", "points", ge=0)
     min_decode_tok_per_s: float | None = key("constraint on decoding speed", "token/s", ge=0)
+    compare: Compare = key("limits of `make compare`, a row's results against another revision's")
 
 
 @dataclass(kw_only=True)

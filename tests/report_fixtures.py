@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import inspect
 import json
 import math
@@ -35,6 +36,7 @@ PARAMS = dataclasses.replace(
         max_ppl_increase_pct=10.0,
         max_accuracy_drop_points=3.0,
         min_decode_tok_per_s=None,
+        compare=COMMITTED.report.compare,
     ),
 )
 
@@ -80,12 +82,28 @@ def record(name: str, metrics: dict[str, Any], params: config.Params) -> dict[st
         "cost": {"wall_s": 40.0 + len(name), "peak_memory_bytes": 2_000_000_000},
         "provenance": {
             "git": {"commit": "f1c7" * 10, "dirty": False},
-            "inputs": {},
+            "inputs": inputs(stage, key),
             "sections": sections,
             "sections_sha256": provenance.json_sha256(sections),
             "versions": {"torch": "0.0.made-up"},
         },
     }
+
+
+def inputs(stage: str, key: str) -> dict[str, str]:
+    """Hashes of what the stage read, as __main__ records them; only what the report looks at."""
+    own = {"checkpoint": sha_of(key), "draft": sha_of("draft"), "quantized_draft": sha_of("quantized_draft")}
+    if stage == "benchmark":
+        names = (*TARGETS, "draft", "quantized_draft", "prompts")
+        return {name: sha_of(name) for name in names}
+    if stage == "speculate":
+        return {**own, "prompts": sha_of("prompts")}
+    return {"checkpoint": sha_of(key)} if stage == "evaluate" else {}
+
+
+def sha_of(name: str) -> str:
+    """A made-up hash of the artifact `name`."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def around(value: float, half: float = 0.02) -> dict[str, float]:

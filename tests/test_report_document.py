@@ -37,6 +37,7 @@ def write(folder, out):
         out_report=out / "report.md",
         out_metrics=out / "metrics.json",
         out_figures=out / "figures",
+        out_serve=out / "serve",
     )
 
 
@@ -62,7 +63,7 @@ def change_arm(name, **changes):
 def test_the_same_results_give_the_same_bytes(written, tmp_path):
     write(tmp_path / "results", tmp_path / "reports")
     names = sorted(p.relative_to(written) for p in written.rglob("*") if p.is_file())
-    assert len(names) == 2 + 2 * 4
+    assert len(names) == 2 + 2 * 4 + 3
     for name in names:
         assert (tmp_path / "reports" / name).read_bytes() == (written / name).read_bytes(), name
 
@@ -268,7 +269,7 @@ def test_the_stage_loads_no_model_library_and_ends_with_the_verdict(tmp_path):
         f"environment={environment}",
         *(
             f"out_{n}={tmp_path / 'out' / p}"
-            for n, p in {"report": "r.md", "metrics": "m.json", "figures": "f"}.items()
+            for n, p in {"report": "r.md", "metrics": "m.json", "figures": "f", "serve": "s"}.items()
         ),
     ]
     done = subprocess.run(

@@ -15,6 +15,7 @@ NO_LIMITS = Report(
     max_ppl_increase_pct=None,
     max_accuracy_drop_points=None,
     min_decode_tok_per_s=None,
+    compare=None,
 )
 
 

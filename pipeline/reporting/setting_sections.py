@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipeline.reporting import markdown, numbers
+from pipeline.reporting import deployment, markdown, numbers
 from pipeline.reporting.numbers import count, fixed, na, number, share
 from pipeline.reporting.records import TARGETS
 from pipeline.reporting.study import Study
@@ -210,9 +210,7 @@ def reproduce(study: Study) -> str:
 
 
 def serve(study: Study) -> str:
-    from pipeline.reporting.summary import serve as settings
-
-    chosen = settings(study)
+    chosen = deployment.settings(study)
     if chosen is None:
         return ""
     lines = [
@@ -220,7 +218,11 @@ def serve(study: Study) -> str:
     ]
     if isinstance(chosen["draft"], dict):
         lines += [f"draft.{key}: {value}" for key, value in chosen["draft"].items()]
-    return "The recommended row as settings:\n\n```yaml\n" + "\n".join(lines) + "\n```"
+    made = (
+        "`reports/serve/` holds the same as a command for vLLM and a script for transformers, and `choice.json` with "
+        "the evidence and its hashes."
+    )
+    return "The recommended row as settings:\n\n```yaml\n" + "\n".join(lines) + f"\n```\n\n{made}"
 
 
 SOURCES = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline import provenance
 from pipeline.measure.statistics import Interval
-from pipeline.reporting import headline
+from pipeline.reporting import deployment, headline
 from pipeline.reporting.numbers import interval_of
 from pipeline.reporting.records import Records
 from pipeline.reporting.rows import Row
@@ -34,7 +34,7 @@ def summarize(study: Study) -> dict[str, Any]:
             "alternative_reason": chosen.alternative_reason,
             "failures": {n: list(f) for n, f in chosen.failures.items()},
             "pareto_front": list(chosen.pareto_front),
-            "serve": serve(study),
+            "serve": deployment.settings(study),
         },
         "noise_floor": ends("ratio", study.noise_floor),
         "interaction": {t: ends("ratio", interval_of(iv)) for t, iv in benchmark["interaction"].items()},
@@ -84,23 +84,6 @@ def ends(name: str, iv: Interval | None) -> dict[str, float | None]:
     if iv is None:
         return {name: None, f"{name}_low": None, f"{name}_high": None}
     return {name: iv.value, f"{name}_low": iv.low, f"{name}_high": iv.high}
-
-
-def serve(study: Study) -> dict[str, Any] | None:
-    """What a server must be told to run the choice; paths are relative to the repository."""
-    row = study.choice
-    if row is None:
-        return None
-    runtime, sampling = study.config.runtime, study.config.speculate.sampling
-    draft = study.arms[row.name]["draft"] if row.speculative else None
-    return {
-        "checkpoint": "artifacts/target" if row.target == "base" else f"artifacts/quantized/{row.target}",
-        "draft": draft,
-        "draft_len": row.draft_len,
-        "device": runtime.device,
-        "activations_dtype": runtime.dtype,
-        "temperature": sampling.temperature,
-    }
 
 
 def origins(records: Records) -> dict[str, dict[str, Any]]:

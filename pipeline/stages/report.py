@@ -1,4 +1,4 @@
-"""Stage `report`: results only -> reports/report.md, its figures and reports/metrics.json; no model is loaded."""
+"""Stage `report`: results only -> reports/ (report.md, figures, metrics.json, serve/); no model is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.config import (
     Runtime,
     Speculate,
 )  # fmt: skip
-from pipeline.reporting import document, headline, records, summary
+from pipeline.reporting import document, headline, records, serving, summary
 from pipeline.reporting.study import Study
 
 
@@ -43,6 +43,7 @@ def run(
     out_report: Path,
     out_metrics: Path,
     out_figures: Path,
+    out_serve: Path,
 ) -> dict[str, Any]:
     """Write the report on the records in the folder `results` (one STAGE[@KEY].json each, as records.RECORDS lists).
 
@@ -58,6 +59,8 @@ def run(
     study = Study.gather(sections, records.load(results, environment, sections), link)
     with provenance.whole_folder(out_figures) as folder:
         document.draw(study, folder)
+    with provenance.whole_folder(out_serve) as folder:
+        serving.write(study, folder)
     provenance.write_text(out_report, document.render(study))
     metrics = summary.summarize(study)
     provenance.write_json(out_metrics, metrics)

@@ -1,0 +1,111 @@
+"""reports/serve/: the choice as a command for vLLM, a script for transformers, and JSON with its evidence."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from pipeline import provenance
+from pipeline.reporting import headline, summary, transformers_script
+from pipeline.reporting.deployment import Deployment, Weights, deployment
+from pipeline.reporting.study import Study
+
+CHOICE, VLLM, TRANSFORMERS = "choice.json", "vllm.sh", "transformers_generate.py"
+
+
+def write(study: Study, folder: Path) -> None:
+    chosen = deployment(study)
+    provenance.write_json(folder / CHOICE, choice(study, chosen))
+    provenance.write_text(folder / VLLM, vllm(study, chosen))
+    provenance.write_text(folder / TRANSFORMERS, transformers_script.render(study, chosen))
+
+
+def choice(study: Study, chosen: Deployment) -> dict[str, Any]:
+    """The decision, what to serve, why, and what it rests on. With `fallback` nothing was shown to be better."""
+    config, found, row = study.config, study.recommendation, chosen.row
+    benchmark = study.records.by_name["benchmark"]["provenance"]
+    hashes = benchmark["inputs"]
+    weights = {"target": chosen.target, "draft": chosen.draft}
+    return {
+        "decision": chosen.decision,
+        "verdict": headline.plain_verdict(study),
+        "fallback": chosen.fallback,
+        "serve": {
+            "row": row.name,
+            **{n: _weights(w, hashes) for n, w in weights.items()},
+            "draft_len": row.draft_len,
+            "ngram_max": chosen.ngram_max,
+            "device": config.runtime.device,
+            "dtype": config.runtime.dtype,
+            "sampling": config.speculate.sampling,
+        },
+        "constraints": config.report,
+        "evidence": {
+            "row": summary.arm(row, study.rows["base"]),
+            "base": summary.arm(study.rows["base"], study.rows["base"]),
+            "gain": summary.ends("gain", found.gains.get(row.name)),
+            "noise_floor": summary.ends("ratio", study.noise_floor),
+            "reasons": found.reasons,
+            "alternative": found.alternative,
+            "alternative_reason": found.alternative_reason,
+            "failures": found.failures,
+            "pareto_front": found.pareto_front,
+        },
+        "made_with": {
+            "git": benchmark["git"],
+            "sections_sha256": benchmark["sections_sha256"],
+            "inputs_sha256": {n: hashes.get(n) for n in ("prompts", "environment")},
+            "results_sha256": {n: o["metrics_sha256"] for n, o in summary.origins(study.records).items()},
+            "versions": benchmark["versions"],
+            "machine": {n: study.records.environment[n] for n in ("cpu", "threads", "gpus")},
+        },
+    }
+
+
+def _weights(weights: Weights | None, hashes: dict[str, str]) -> dict[str, str | None] | None:
+    if weights is None:
+        return None
+    return {"folder": weights.folder, "format": weights.format, "sha256": hashes.get(weights.input)}
+
+
+def vllm(study: Study, chosen: Deployment) -> str:
+    config = study.config
+    command = [["vllm", "serve", chosen.target.folder], ["--dtype", vllm_dtype(study, chosen)]]
+    if config.model.trust_remote_code:
+        command.append(["--trust-remote-code"])
+    command.append(["--override-generation-config", json.dumps(_vllm_sampling(study))])
+    if chosen.row.speculative:
+        command.append(["--speculative-config", json.dumps(vllm_speculation(chosen))])
+    lines = [
+        "#!/bin/sh",
+        f"# {chosen.subject}. From the repository's root.",
+        "# vLLM was not part of the study: its kernels differ from those that were measured, so measure again.",
+        *(["# GPTQ with zero points has no Marlin kernel in vLLM, and its other one takes float16 only."]
+          if _asymmetric_gptq(study, chosen) else []),
+    ]  # fmt: skip
+    return "\n".join([*lines, "exec " + " \\\n  ".join(shlex.join(part) for part in command) + ' "$@"']) + "\n"
+
+
+def vllm_dtype(study: Study, chosen: Deployment) -> str:
+    return "float16" if _asymmetric_gptq(study, chosen) else str(study.config.runtime.dtype)
+
+
+def _asymmetric_gptq(study: Study, chosen: Deployment) -> bool:
+    return chosen.target.format == "gptq" and not study.config.quantize[chosen.row.target].sym
+
+
+def vllm_speculation(chosen: Deployment) -> dict[str, Any]:
+    if chosen.draft is None:
+        assert chosen.ngram_max is not None
+        how: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": chosen.ngram_max, "prompt_lookup_min": 1}
+    else:
+        how = {"method": "draft_model", "model": chosen.draft.folder}
+    return {**how, "num_speculative_tokens": chosen.row.draft_len}
+
+
+def _vllm_sampling(study: Study) -> dict[str, Any]:
+    """What a request that says nothing gets; -1 is vLLM's "all"."""
+    sampling = study.config.speculate.sampling
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k or -1, "top_p": sampling.top_p}

@@ -1,0 +1,262 @@
+"""reports/serve/: the choice as JSON, the command for vLLM, and the transformers script, which is run."""
+
+import dataclasses
+import json
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_fixtures import PARAMS, sections_of, sha_of, write_study
+
+from pipeline.reporting import records, serving
+from pipeline.reporting.study import Study
+
+ROOT = Path(__file__).parents[1]
+FLOAT32 = dataclasses.replace(PARAMS, runtime=dataclasses.replace(PARAMS.runtime, dtype="float32"))
+PROMPT = "the cat and the hen"
+
+
+def study_of(folder, params=PARAMS, **changes):
+    sections = sections_of(params)
+    return Study.gather(sections, records.load(*write_study(folder, params, **changes), sections), "figures")
+
+
+def only(*names):
+    """Edits the benchmark so that of all rows only `names` are OK."""
+
+    def change(metrics):
+        for name, arm in metrics["arms"].items():
+            if name not in names:
+                arm |= {"verdict": "UNDECIDED", "reasons": ["made up"]}
+
+    return change
+
+
+def served(folder, name, params=PARAMS, draft_format="compressed-tensors", **changes):
+    """The written folder of a study in which the row `name` is chosen."""
+    formats = {"gptq": "gptq", "awq": "awq", "draft": draft_format}
+    edits = {f"quantize__{k}": lambda m, f=f: m.update(format=f) for k, f in formats.items()}
+    study = study_of(folder / "study", params, **({"benchmark": only(name)} | edits | changes))
+    assert study.recommendation.choice == name
+    serving.write(study, folder / "serve")
+    return folder / "serve"
+
+
+def words_of(script):
+    """The words of the command that a POSIX shell would run."""
+    text = "".join(line for line in script.read_text().replace("\\\n", "").splitlines(True) if line[0] != "#")
+    return shlex.split(text)
+
+
+def read(folder):
+    return json.loads((folder / "choice.json").read_text())
+
+
+def test_the_choice_names_what_to_serve_why_and_what_it_rests_on(tmp_path):
+    found = read(served(tmp_path, "gptq_spec"))
+    assert (found["decision"], found["fallback"]) == ("deploy", False)
+    serve = found["serve"]
+    target, draft = "artifacts/quantized/gptq", "artifacts/quantized/draft"
+    assert serve["target"] == {"folder": target, "format": "gptq", "sha256": sha_of("gptq")}
+    assert serve["draft"] == {"folder": draft, "format": "compressed-tensors", "sha256": sha_of("quantized_draft")}
+    assert (serve["draft_len"], serve["dtype"], serve["sampling"]["temperature"]) == (1, "bfloat16", 0.0)
+    assert found["constraints"]["max_ppl_increase_pct"] == 10.0
+    evidence = found["evidence"]
+    assert evidence["row"]["speedup_low"] < evidence["row"]["speedup"] < evidence["row"]["speedup_high"]
+    assert evidence["failures"]["awq"] == ["UNDECIDED"]
+    made = found["made_with"]
+    assert made["inputs_sha256"]["prompts"] == sha_of("prompts")
+    assert set(made["results_sha256"]) == set(records.RECORDS)
+    assert made["git"]["commit"] and made["versions"]["torch"] and made["machine"]["cpu"] == "Made-Up CPU"
+
+
+@pytest.mark.parametrize(
+    ("rows", "decision"), [(("base",), "no decision"), ((), "nothing qualifies"), (("base", "awq_spec"), "deploy")]
+)
+def test_without_a_decision_base_is_the_stated_fallback(tmp_path, rows, decision):
+    study = study_of(tmp_path / "study", benchmark=only(*rows))
+    serving.write(study, tmp_path / "serve")
+    found = read(tmp_path / "serve")
+    assert (found["decision"], found["fallback"]) == (decision, decision != "deploy")
+    for name in ("vllm.sh", "transformers_generate.py"):
+        assert ("Fallback, for nothing was shown to be better" in (tmp_path / "serve" / name).read_text()) == (
+            found["fallback"]
+        )
+    if found["fallback"]:
+        assert found["serve"]["row"] == "base" and found["serve"]["draft"] is None
+
+
+def test_vllm_is_told_the_draft_and_its_length(tmp_path):
+    words = words_of(served(tmp_path, "base_spec") / "vllm.sh")
+    assert words[:4] == ["exec", "vllm", "serve", "artifacts/target"]
+    assert words[words.index("--dtype") + 1] == "bfloat16"
+    speculation = json.loads(words[words.index("--speculative-config") + 1])
+    assert speculation == {"method": "draft_model", "model": "artifacts/draft", "num_speculative_tokens": 2}
+    sampling = json.loads(words[words.index("--override-generation-config") + 1])
+    assert sampling == {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
+
+
+def lookup(metrics):
+    metrics.clear()
+    metrics |= {"kind": "ngram", "ngram_max": 3}
+
+
+def drafted_by_lookup(name):
+    def change(metrics):
+        only(name)(metrics)
+        for arm in metrics["arms"].values():
+            if arm["draft"]:
+                arm["draft"] = {"kind": "ngram", "precision": "no weights"}
+
+    return change
+
+
+def test_vllm_looks_tokens_up_where_the_draft_is_a_lookup(tmp_path):
+    params = dataclasses.replace(PARAMS, draft=dataclasses.replace(PARAMS.draft, kind="ngram", ngram_max=3))
+    folder = served(tmp_path, "base_spec", params, draft=lookup, benchmark=drafted_by_lookup("base_spec"))
+    words = words_of(folder / "vllm.sh")
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "method": "ngram",
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+        "num_speculative_tokens": 2,
+    }
+
+
+@pytest.mark.parametrize(("sym", "dtype"), [(False, "float16"), (True, "bfloat16")])
+def test_gptq_with_zero_points_runs_in_float16_in_vllm(tmp_path, sym, dtype):
+    gptq = dataclasses.replace(PARAMS.quantize["gptq"], sym=sym)
+    params = dataclasses.replace(PARAMS, quantize=PARAMS.quantize | {"gptq": gptq})
+    words = words_of(served(tmp_path, "gptq", params) / "vllm.sh")
+    assert words[words.index("--dtype") + 1] == dtype and "--speculative-config" not in words
+
+
+def test_the_command_is_one_that_a_shell_can_run(tmp_path):
+    folder = served(tmp_path, "gptq_spec")
+    echo = tmp_path / "vllm"
+    echo.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    echo.chmod(0o755)
+    done = subprocess.run(
+        ["sh", str(folder / "vllm.sh"), "--port", "9"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [*words_of(folder / "vllm.sh")[2:-1], "--port", "9"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """artifacts/ with a tiny target, packed copies and drafts; and the dense models that stand behind them."""
+    from checkpoint_fixtures import edit_config, quantized, saved, tiny
+
+    from pipeline.checkpoint.random_llama import make_tokenizer
+
+    root = tmp_path_factory.mktemp("repository")
+    shape = {"vocab_size": 300, "initializer_range": 0.3, "max_position_embeddings": 256}
+    places = {"base": "target", "draft": "draft", "gptq": "quantized/gptq", "awq": "quantized/awq"}
+    dense = {name: tiny("Llama", **shape) for name in (*places, "quantized_draft")}
+    saved(dense["base"], root / "artifacts/target")
+    saved(dense["draft"], root / "artifacts/draft")
+    for name in ("gptq", "awq"):
+        quantized(dense[name], root / "artifacts" / places[name], name)
+    quantized(dense["quantized_draft"], root / "artifacts/quantized/draft", "compressed-tensors")
+    # as llmcompressor writes it; without it transformers expects dense weights
+    edit_config(
+        root / "artifacts/quantized/draft",
+        lambda c: c["quantization_config"].update(quantization_status="compressed"),
+    )
+    for folder in [*(root / "artifacts" / p for p in places.values()), root / "artifacts/quantized/draft"]:
+        make_tokenizer(300, 256).save_pretrained(folder)
+    return root, dense
+
+
+def run_script(folder, root, monkeypatch):
+    """The script's names after it ran as it is, in the repository `root`."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "argv", ["transformers_generate.py", PROMPT])
+    return runpy.run_path(str(folder / "transformers_generate.py"), run_name="__main__")
+
+
+def greedy(model, inputs):
+    answer = model.generate(**inputs, max_new_tokens=FLOAT32.benchmark.max_new_tokens, do_sample=False)
+    return answer.tolist()
+
+
+@pytest.mark.parametrize("row", ["base", "gptq", "awq", "base_spec", "gptq_spec"])
+def test_the_script_gives_the_answer_of_the_weights_it_serves(models, tmp_path, monkeypatch, capsys, row):
+    from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+    root, dense = models
+    proposed, propose = [], AssistedCandidateGenerator.get_candidates
+
+    def watched(self, input_ids, *args, **named):
+        found = propose(self, input_ids, *args, **named)
+        proposed.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", watched)
+    ran = run_script(served(tmp_path, row, FLOAT32), root, monkeypatch)
+    target = row.removesuffix("_spec")
+    assert ran["answer"].tolist() == greedy(dense[target], ran["inputs"])
+    expected = dense[target].model.layers[0].mlp.up_proj.weight
+    assert (ran["model"].model.layers[0].mlp.up_proj.weight - expected).abs().max() < 1e-6
+    assert len(set(ran["answer"][0].tolist())) > 8, "the tiny model stands still: the test would see little"
+    assert capsys.readouterr().out.strip()
+    draft_len = {"base_spec": 2, "gptq_spec": 1}.get(row, 0)
+    assert set(proposed[:-2]) == ({draft_len} if draft_len else set())
+
+
+def test_the_script_looks_tokens_up(models, tmp_path, monkeypatch):
+    root, dense = models
+    params = dataclasses.replace(FLOAT32, draft=dataclasses.replace(PARAMS.draft, kind="ngram", ngram_max=3))
+    folder = served(tmp_path, "base_spec", params, draft=lookup, benchmark=drafted_by_lookup("base_spec"))
+    assert "prompt_lookup_num_tokens=2, max_matching_ngram_size=3" in (folder / "transformers_generate.py").read_text()
+    ran = run_script(folder, root, monkeypatch)
+    assert ran["answer"].tolist() == greedy(dense["base"], ran["inputs"])
+
+
+def test_compressed_tensors_are_read_by_transformers_alone(models, tmp_path, monkeypatch):
+    """A target that drafts for itself has its quantized copy as the draft."""
+    root, dense = models
+
+    def drafts_for_itself(metrics):
+        only("base_spec")(metrics)
+        metrics["arms"]["base_spec"]["draft"] = {"kind": "self", "precision": "Int4Linear"}
+
+    folder = served(tmp_path, "base_spec", FLOAT32, benchmark=drafts_for_itself)
+    assert "pipeline" not in (folder / "transformers_generate.py").read_text()
+    ran = run_script(folder, root, monkeypatch)
+    assert ran["answer"].tolist() == greedy(dense["base"], ran["inputs"])
+    found, expected = (m.model.layers[0].mlp.up_proj.weight for m in (ran["draft"], dense["quantized_draft"]))
+    assert (found - expected).abs().max() < 1e-6
+
+
+def test_prompts_without_a_template_are_asked_without_one(models, tmp_path, monkeypatch):
+    root, _ = models
+    folder = served(tmp_path, "base", FLOAT32, prompts=lambda m: m.update(chat_template=False))
+    ran = run_script(folder, root, monkeypatch)
+    assert ran["tokenizer"].decode(ran["inputs"]["input_ids"][0]) == PROMPT
+
+
+@pytest.mark.parametrize("row", ["base", "gptq_spec"])
+def test_the_script_runs_in_a_process_of_its_own_and_is_well_formed(models, tmp_path, row):
+    script = served(tmp_path, row, FLOAT32) / "transformers_generate.py"
+    done = subprocess.run(
+        [sys.executable, str(script), PROMPT],
+        cwd=models[0],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    ruff = Path(sys.executable).with_name("ruff")
+    for command in (["check"], ["format", "--check"]):
+        subprocess.run([str(ruff), *command, "--config", str(ROOT / "pyproject.toml"), str(script)], check=True)
