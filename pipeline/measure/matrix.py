@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.config import Benchmark
+from pipeline.measure import guards
 from pipeline.measure.answers import Acceptance, Answer, decode_total, ttft_ms
 from pipeline.measure.blocks import Blocks
 from pipeline.measure.setup import DraftSpec
@@ -63,6 +64,10 @@ class Matrix:
 
     def answers(self, name: str, protocol: str) -> list[Answer]:
         return [a for s in self.samples(name) for a in s.answers[protocol]]
+
+    def prompts(self, name: str) -> list[list[tuple[str, list[int]]]]:
+        """Id and token ids of each prompt, block by block."""
+        return [[(a.prompt.id, a.prompt.ids) for a in s.answers[NATURAL]] for s in self.samples(name)]
 
     def totals(self, protocol: str, category: str | None) -> list[dict[str, Total]]:
         return totals_of([b.samples for b in self.blocks.kept], protocol, category)
@@ -240,8 +245,10 @@ def judge(
         where = graded.first_divergence
         assert where is not None
         judgement.add("VOID", f"broken: leaves plain decoding at token {where.position} of prompt {where.prompt}")
-    if row.draft is not None and not any(d for a in matrix.answers(row.name, NATURAL) for d, _ in a.rounds):
-        judgement.add("VOID", "nothing was ever drafted")
+    for doubt in knobs_that_did_not_act(matrix, row):
+        judgement.add("VOID", doubt)
+    if (doubt := guards.equal_prompts(matrix.prompts("base"), matrix.prompts(row.name))) is not None:
+        judgement.add("NOT COMPARABLE", doubt)
     base = matrix.samples("base")[-1].readback["target"]
     for line in unequal_setups(base, matrix.samples(row.name)[-1].readback["target"]):
         judgement.add("NOT COMPARABLE", line)
@@ -259,6 +266,16 @@ def judge(
             judgement.add("UNDECIDED", f"{protocol} speedup: interval {wide}")
     if speedup is not None and not differs_from_one(speedup, matrix.noise_floor):
         judgement.note("its speed does not differ from base's beyond the noise floor")
+
+
+def knobs_that_did_not_act(matrix: Matrix, row: Row) -> list[str]:
+    """Draft length and forced length, by what the arm did."""
+    rounds = [r for a in matrix.answers(row.name, NATURAL) for r in a.rounds]
+    found = [guards.draft_len(row.draft_len, rounds, row.draft is not None and row.draft.kind == "ngram")]
+    if not row.speculative:
+        lengths = [len(a.ids) for a in matrix.answers(row.name, FORCED)]
+        found.append(guards.forced_length(matrix.settings.forced_new_tokens, lengths))
+    return [doubt for doubt in found if doubt is not None]
 
 
 def ratios_to_base(samples: Sequence[Mapping[str, Sample]], seed: int) -> list[Interval]:
