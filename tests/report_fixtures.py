@@ -163,9 +163,9 @@ def speculate(target: str) -> dict[str, Any]:
     }
     return {
         "target": target,
-        "draft": {"kind": "distill", "precision": "int4", "weight_bytes": DRAFT_BYTES},
+        "draft": {"kind": "distill", "precision": draft_readback(target)["precision"], "weight_bytes": DRAFT_BYTES},
         "readback": readback(target),
-        "draft_readback": readback("gptq"),
+        "draft_readback": draft_readback(target),
         "prompts": {"count": 8, "sha256": SHA},
         "curve": [curve_point(target, k, k in (0, 1, 2, 4)) for k in range(9)],
         "by_category": by_category,
@@ -187,12 +187,17 @@ def speculate(target: str) -> dict[str, Any]:
 def readback(target: str) -> dict[str, Any]:
     return {
         "engine": "made-up",
-        "weights_dtype": "bfloat16" if target == "base" else "int4",
+        "weights_dtype": "bfloat16",
         "activations_dtype": "bfloat16",
         "kernels": {"Linear": 211} if target == "base" else {"Int4Linear": 210, "Linear": 1},
         "compiled": False,
         "threads": 2,
     }
+
+
+def draft_readback(target: str) -> dict[str, Any]:
+    """Quantized targets have the quantized draft."""
+    return {**readback(target), "precision": "bfloat16" if target == "base" else "Int4Linear"}
 
 
 def evaluate(target: str) -> dict[str, Any]:
@@ -241,10 +246,11 @@ def arm(name: str) -> dict[str, Any]:
     draft_bytes = DRAFT_BYTES if speculative else None
     return {
         "target": target,
-        "draft": {"kind": "distill", "precision": "int4"} if speculative else None,
+        "draft": {"kind": "distill", "precision": draft_readback(target)["precision"]} if speculative else None,
         "draft_len": k,
         "protocol": "natural",
         "readback": readback(target),
+        "draft_readback": draft_readback(target) if speculative else None,
         "memory": {
             "weight_bytes": WEIGHT_BYTES[target],
             "draft_weight_bytes": draft_bytes,

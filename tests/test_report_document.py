@@ -189,7 +189,7 @@ def test_speculation_that_pays_is_recommended_with_its_draft(tmp_path):
         "1.2 times its weight bytes, draft included; "
         "speculation pays: 1.27 (1.25–1.28) times the speed of plain decoding at K = 2."
     )
-    assert "draft_len: 2" in text and "draft.precision: int4" in text
+    assert "draft_len: 2" in text and "draft.precision: bfloat16" in text
 
 
 def test_nothing_qualifies_is_said_first(tmp_path):

@@ -247,8 +247,8 @@ def judge(
         judgement.add("VOID", f"broken: leaves plain decoding at token {where.position} of prompt {where.prompt}")
     for doubt in knobs_that_did_not_act(matrix, row):
         judgement.add("VOID", doubt)
-    if (doubt := guards.equal_prompts(matrix.prompts("base"), matrix.prompts(row.name))) is not None:
-        judgement.add("NOT COMPARABLE", doubt)
+    if (other_prompts := guards.equal_prompts(matrix.prompts("base"), matrix.prompts(row.name))) is not None:
+        judgement.add("NOT COMPARABLE", other_prompts)
     base = matrix.samples("base")[-1].readback["target"]
     for line in unequal_setups(base, matrix.samples(row.name)[-1].readback["target"]):
         judgement.add("NOT COMPARABLE", line)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.measure.statistics import Interval
 from pipeline.measure.verdict import Judgement
+from pipeline.reporting import checks
 from pipeline.reporting.numbers import change_pct, interval_of, is_finite
 from pipeline.reporting.records import TARGETS, Records
 
@@ -63,15 +64,17 @@ def build(records: Records) -> dict[str, Row]:
     rows = {}
     for name in ARMS:
         target = name.removesuffix("_spec")
-        rows[name] = _row(name, arms[name], evaluated, target, speculated[target])
+        speculation = speculated[target] if name != target else None
+        judgement = judge(arms[name], evaluated, target, speculation)
+        checks.judge(records, name, arms[name], judgement)
+        rows[name] = _row(name, arms[name], evaluated, target, judgement)
     return rows
 
 
-def _row(name: str, arm: dict[str, Any], evaluated: dict[str, Any], target: str, speculation: dict[str, Any]) -> Row:
+def _row(name: str, arm: dict[str, Any], evaluated: dict[str, Any], target: str, judgement: Judgement) -> Row:
     memory, quality = arm["memory"], evaluated[target]
     against = quality.get("against_base") or {}
     speculative = name.endswith("_spec")
-    judgement = judge(arm, evaluated, target, speculation if speculative else None)
     speeds = {n: interval_of(arm[n]) for n in SPEEDS}
     hidden = HIDDEN.get(judgement.verdict, ())
     return Row(
