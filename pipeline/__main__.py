@@ -75,7 +75,7 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     if "runtime" in sections and stage != "environment":
         refuse_missing_device(params.runtime.device)
     refuse_unusable(stage, paths, metrics_path)
-    inputs = {n: provenance.tree_sha256(p) for n, p in paths.items() if not n.startswith("out")}
+    inputs = hashes({n: p for n, p in paths.items() if not n.startswith("out")})
     started = time.monotonic()
     metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
     plain_sections = provenance.finite(chosen)
@@ -87,8 +87,10 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
         "provenance": {
             "git": provenance.git_revision(Path.cwd()),
             "inputs": inputs,
+            "outputs": hashes({n: p for n, p in paths.items() if n.startswith("out")}) if metrics_path else {},
             "sections": plain_sections,
             "sections_sha256": provenance.json_sha256(plain_sections),
+            "device": provenance.device(),
             "versions": provenance.versions(),
         },
     }
@@ -108,6 +110,11 @@ def refuse_unusable(stage: str, paths: dict[str, Path], metrics: Path | None) ->
         blocked = next((p for p in path.parents if p.exists() and not p.is_dir()), None)
         if blocked is not None:
             raise config.ConfigError(f"{stage}: {name}={path} lies below the file {blocked}; give another place")
+
+
+def hashes(paths: dict[str, Path]) -> dict[str, str]:
+    """Of each file or folder."""
+    return {name: provenance.tree_sha256(path) for name, path in paths.items()}
 
 
 def refuse_missing_device(device: str) -> None:

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -59,6 +60,20 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def device() -> dict[str, Any]:
+    """What this process runs on: processor, cores it may use, GPUs with their driver (none without nvidia-smi)."""
+    cpu = platform.processor()
+    with contextlib.suppress(OSError):
+        rows = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        cpu = next((value.strip() for name, _, value in rows if name.strip() == "model name"), cpu)
+    gpus: list[str] = []
+    if shutil.which("nvidia-smi") is not None:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+        gpus = done.stdout.splitlines() if done.returncode == 0 else []
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "gpus": [gpu.strip() for gpu in gpus]}
 
 
 def finite(value: Any) -> Any:

@@ -63,3 +63,75 @@ def test_an_absent_result_is_named(tmp_path):
 )
 def test_first_difference_names_the_leaf(then, now, found):
     assert records.first_difference(then, now, "s") == found
+
+
+def edit(results, name, change):
+    path = results / f"{name}.json"
+    record = json.loads(path.read_text())
+    change(record["provenance"])
+    path.write_text(json.dumps(record))
+
+
+READS = [(artifact, *reader) for artifact, readers in records.READ_BY.items() for reader in readers]
+
+
+@pytest.mark.parametrize(("artifact", "name", "own"), READS, ids=[f"{a}-{n}" for a, n, _ in READS])
+def test_every_result_made_with_another_artifact_is_refused(tmp_path, artifact, name, own):
+    """Quality of one checkpoint beside the speed of another would be a row of no model at all."""
+    results, environment = write_study(tmp_path, PARAMS)
+    writer = records.WRITTEN_BY[artifact]
+    edit(results, writer, lambda p: p.update(outputs={"out": "a" * 64}))
+    for other, other_own in records.READ_BY[artifact]:
+        edit(results, other, lambda p, k=other_own: p["inputs"].update({k: "a" * 64}))
+    records.load(results, environment, sections_of(PARAMS))
+    edit(results, name, lambda p: p["inputs"].update({own: "b" * 64}))
+    with pytest.raises(records.StaleResults) as refused:
+        records.load(results, environment, sections_of(PARAMS))
+    assert str(refused.value) == (
+        f"{results}/{name}.json: made with {artifact} {'b' * 12}, but {writer}.json has {'a' * 12}; run `dvc repro`"
+    )
+
+
+def test_readers_that_disagree_are_refused_without_the_writers_hash(tmp_path):
+    results, environment = write_study(tmp_path, PARAMS)
+    edit(results, "benchmark", lambda p: p["inputs"].update(gptq="b" * 64))
+    with pytest.raises(records.StaleResults, match=r"benchmark\.json: made with gptq b+, but evaluate@gptq\.json has"):
+        records.load(results, environment, sections_of(PARAMS))
+
+
+def test_artifacts_are_read_as_the_graph_reads_them():
+    """READ_BY and WRITTEN_BY against dvc.yaml: the path a reader is given is the writer's output."""
+    import test_contract
+
+    stages = {entry["name"]: test_contract.paths_of(entry) for entry in test_contract.graph()}
+    for artifact, readers in records.READ_BY.items():
+        out = stages[records.WRITTEN_BY[artifact]]["out"]
+        assert {(name, own) for name, own in readers if stages[name].get(own) != out} == set(), artifact
+        found = {
+            (name, own)
+            for name, paths in stages.items()
+            for own, path in paths.items()
+            if path == out and not own.startswith("out") and name in records.RECORDS
+        }
+        assert len(set(readers)) == len(readers) and set(readers) <= found
+
+
+def test_every_record_says_where_it_comes_from(tmp_path):
+    """Inputs, outputs, sections, commit, device and versions: by running the smallest stage as the graph does."""
+    from pipeline import __main__, config
+
+    out = tmp_path / "report"
+    results, environment = write_study(tmp_path, PARAMS)
+    paths = {"results": results, "environment": environment, "metrics": tmp_path / "record.json"}
+    paths |= {f"out_{n}": out / n for n in ("report", "metrics", "figures", "serve")}
+    __main__.run_stage("report", None, dict(paths), PARAMS)
+    found = json.loads((tmp_path / "record.json").read_text())["provenance"]
+    assert set(found) == {"git", "inputs", "outputs", "sections", "sections_sha256", "device", "versions"}
+    from pipeline import provenance
+
+    assert found["inputs"]["results"] == provenance.tree_sha256(results)
+    assert {n: provenance.tree_sha256(paths[n]) for n in found["outputs"]} == found["outputs"]
+    assert set(found["outputs"]) == {n for n in paths if n.startswith("out")}
+    assert found["sections"]["report"] == provenance.finite(PARAMS.report)
+    assert isinstance(PARAMS, config.Params) and found["device"]["cpu"] and found["device"]["cores"] >= 1
+    assert found["versions"]["torch"]

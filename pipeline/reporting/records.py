@@ -24,6 +24,38 @@ RECORDS = (
 )
 
 
+QUANTIZED = ("gptq", "awq", "draft")
+TIMED = (*(f"speculate@{key}" for key in TARGETS), "benchmark")
+WRITTEN_BY = {
+    "target": "fetch@target",
+    "corpus": "fetch@corpus",
+    "calibration": "calibrate",
+    "prompts": "prompts",
+    "draft": "draft",
+    "gptq": "quantize@gptq",
+    "awq": "quantize@awq",
+    "quantized_draft": "quantize@draft",
+}
+# artifact -> the records that read it, and the name it has among their inputs: all must have seen the same bytes
+READ_BY = {
+    "target": [
+        *((name, "target") for name in ("calibrate", "prompts", "draft", *(f"quantize@{key}" for key in QUANTIZED))),
+        ("quantize@gptq", "model"),
+        ("quantize@awq", "model"),
+        ("evaluate@base", "checkpoint"),
+        ("speculate@base", "checkpoint"),
+        ("benchmark", "base"),
+    ],
+    "corpus": [(name, "corpus") for name in ("calibrate", "prompts", *(f"evaluate@{key}" for key in TARGETS))],
+    "calibration": [(f"quantize@{key}", "calibration") for key in QUANTIZED],
+    "prompts": [("draft", "prompts"), *((name, "prompts") for name in TIMED)],
+    "draft": [("quantize@draft", "model"), *((name, "draft") for name in TIMED)],
+    "gptq": [("evaluate@gptq", "checkpoint"), ("speculate@gptq", "checkpoint"), ("benchmark", "gptq")],
+    "awq": [("evaluate@awq", "checkpoint"), ("speculate@awq", "checkpoint"), ("benchmark", "awq")],
+    "quantized_draft": [(name, "quantized_draft") for name in TIMED],
+}
+
+
 class StaleResults(ValueError):
     """A result file that does not belong to the present params.yaml: names the file, the key and both values."""
 
@@ -43,7 +75,7 @@ class Records:
 
 
 def load(results: Path, environment: Path, sections: dict[str, Any]) -> Records:
-    """Read RECORDS from the folder `results`, refusing what was made with other `sections` (name -> section).
+    """Read RECORDS from the folder `results`, refusing those made with other `sections` (name -> section) or artifacts.
 
     Raises StaleResults, or ValueError when a file is absent or not JSON.
     """
@@ -55,6 +87,7 @@ def load(results: Path, environment: Path, sections: dict[str, Any]) -> Records:
         check_sections(path, record, now)
         if record["provenance"]["inputs"].get("environment", sha256) != sha256:
             raise StaleResults(f"{path}: measured on another machine than {environment} describes; run `dvc repro`")
+    check_artifacts(results, by_name)
     return Records(by_name, machine)
 
 
@@ -74,6 +107,24 @@ def check_sections(path: Path, record: dict[str, Any], now: dict[str, Any]) -> N
         if difference := first_difference(then, current, dotted):
             key, old, new = difference
             raise StaleResults(f"{path}: made with {key}={old!r}, but params.yaml now has {new!r}; run `dvc repro`")
+
+
+def check_artifacts(results: Path, by_name: dict[str, dict[str, Any]]) -> None:
+    """Raises StaleResults when two records were made with different bytes of the same artifact.
+
+    A record without the hash (made before it was kept) proves nothing and is passed over.
+    """
+    for artifact, readers in READ_BY.items():
+        writer = WRITTEN_BY[artifact]
+        written = by_name[writer]["provenance"].get("outputs", {}).get("out")
+        seen = [(writer, written), *((name, by_name[name]["provenance"]["inputs"].get(own)) for name, own in readers)]
+        (first, due), *others = [(name, sha256) for name, sha256 in seen if sha256 is not None] or [("", "")]
+        for name, sha256 in others:
+            if sha256 != due:
+                raise StaleResults(
+                    f"{results / name}.json: made with {artifact} {sha256[:12]}, but {first}.json has {due[:12]}; "
+                    f"run `dvc repro`"
+                )
 
 
 def first_difference(then: Any, now: Any, path: str) -> tuple[str, Any, Any] | None:
