@@ -537,14 +537,14 @@ def parse(text: str, path: Path) -> Params:
     import yaml
 
     try:
-        tree = yaml.safe_load(text)
-        _check_repeated(yaml.compose(text, yaml.SafeLoader), path, "", set())
-    except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: a date or number that cannot be
-        raise (
-            e
-            if isinstance(e, ConfigError)
-            else ConfigError(f"{path}: not YAML ({' '.join(str(e).split())}); run `make params`")
-        ) from None
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _check_repeated(node, path, "", set())
+        tree = loader.construct_document(node) if node is not None else None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: a date or a number that cannot be
+        raise ConfigError(f"{path}: not YAML ({' '.join(str(e).split())}); run `make params`") from None
     return check(build(Params, tree))
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config import redacted
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
@@ -64,7 +66,7 @@ def log(run: Run, *, digest: str, uri: str, experiment: str, root: Path) -> dict
                 return {"status": "kept", "reason": "a complete run with these results is there"}
             write_study(client, experiment_id, run, digest)
     except Exception as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        reason = redacted(" ".join(f"{type(e).__name__}: {e}".split()))[:300]
         print(f"warning: not tracked, results are unharmed ({reason})", file=sys.stderr)
         return {"status": "unavailable", "reason": reason}
     return {"status": "logged", "reason": None}

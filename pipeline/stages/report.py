@@ -22,6 +22,7 @@ from pipeline.config import (
 )  # fmt: skip
 from pipeline.reporting import document, headline, records, serving, summary
 from pipeline.reporting.study import Study
+from pipeline.stages import written_by_stages
 
 
 def run(
@@ -56,13 +57,14 @@ def run(
         "speculate": speculate, "benchmark": benchmark,
     }  # fmt: skip
     link = Path(os.path.relpath(out_figures, out_report.parent)).as_posix()
-    study = Study.gather(sections, records.load(results, environment, sections), link)
-    with provenance.whole_folder(out_figures) as folder:
-        document.draw(study, folder)
-    with provenance.whole_folder(out_serve) as folder:
-        serving.write(study, folder)
-    provenance.write_text(out_report, document.render(study))
-    metrics = summary.summarize(study)
+    with written_by_stages(results):
+        study = Study.gather(sections, records.load(results, environment, sections), link)
+        text, metrics = document.render(study), summary.summarize(study)
+        with provenance.whole_folder(out_figures) as folder:
+            document.draw(study, folder)
+        with provenance.whole_folder(out_serve) as folder:
+            serving.write(study, folder)
+    provenance.write_text(out_report, text)
     provenance.write_json(out_metrics, metrics)
     print(headline.plain_verdict(study))
     print(f"Report: {out_report}")

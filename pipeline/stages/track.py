@@ -9,6 +9,7 @@ from typing import Any
 from pipeline import provenance, tracking
 from pipeline.config import Track
 from pipeline.reporting import records
+from pipeline.stages import written_by_stages
 
 CURVES = ("acceptance_rate", "mean_emitted_per_round", "predicted_speedup")
 
@@ -19,10 +20,11 @@ def run(track: Track, *, summary: Path, report: Path, figures: Path, results: Pa
     A store that cannot be reached is a warning and a status, never a failure.
     """
     numbers, by_name = provenance.read_json(summary), records.read(results)
-    curves = {t: by_name[f"speculate@{t}"]["metrics"]["curve"] for t in records.TARGETS}
+    with written_by_stages(summary, results):
+        curves = {t: by_name[f"speculate@{t}"]["metrics"]["curve"] for t in records.TARGETS}
+        study = parent(numbers, by_name, curves, (report, summary, figures))
     digest = provenance.json_sha256([numbers, curves])
     root = tracking.repository(Path.cwd())
-    study = parent(numbers, by_name, curves, (report, summary, figures))
     outcome = tracking.log(study, digest=digest, uri=track.uri, experiment=track.experiment, root=root)
     if outcome["status"] != "unavailable":
         print(f"Tracked ({outcome['status']}): mlflow ui --backend-store-uri {track.uri}")
