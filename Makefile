@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := true
 
-.PHONY: help setup setup-quantizers params repro test test-fast smoke report ui plan lint clean
+.PHONY: help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -61,6 +61,10 @@ ui: setup ## MLflow on http://127.0.0.1:5000
 
 plan: setup ## what an experiment needs: make plan EXPERIMENT=llama3_8b
 	@python -m pipeline.compile --plan $(if $(EXPERIMENT),experiment=$(EXPERIMENT))
+
+compare: setup ## these results against another commit's, exit 1 on a regression: make compare BASE=main
+	@test -n "$(BASE)" || { echo "error: BASE is not set; make compare BASE=main" >&2; exit 2; }
+	@python -m pipeline.compare --base "$(BASE)"
 
 lint: setup ## ruff, mypy, and params.yaml against conf/
 	ruff check .

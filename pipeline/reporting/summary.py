@@ -12,6 +12,7 @@ from typing import Any
 from pipeline import provenance
 from pipeline.measure.statistics import Interval
 from pipeline.reporting import deployment, headline
+from pipeline.reporting.conditions import conditions
 from pipeline.reporting.numbers import interval_of
 from pipeline.reporting.records import Records
 from pipeline.reporting.rows import Row
@@ -36,8 +37,10 @@ def summarize(study: Study) -> dict[str, Any]:
             "pareto_front": list(chosen.pareto_front),
             "serve": deployment.settings(study),
         },
+        "bandwidth_bytes_per_s": benchmark.get("bandwidth_bytes_per_s"),
         "noise_floor": ends("ratio", study.noise_floor),
         "interaction": {t: ends("ratio", interval_of(iv)) for t, iv in benchmark["interaction"].items()},
+        "conditions": conditions(study),
         "provenance": origins(study.records),
     }
 
@@ -87,11 +90,12 @@ def ends(name: str, iv: Interval | None) -> dict[str, float | None]:
 
 
 def origins(records: Records) -> dict[str, dict[str, Any]]:
-    """Where each number came from: the commit and sections of every record, and what the record itself hashes to."""
+    """Where each number came from: commit, inputs and sections of every record, and the record's own hash."""
     return {
         name: {
             "commit": record["provenance"]["git"]["commit"],
             "dirty": record["provenance"]["git"]["dirty"],
+            "inputs_sha256": record["provenance"]["inputs"],
             "sections_sha256": record["provenance"]["sections_sha256"],
             "metrics_sha256": provenance.json_sha256(record["metrics"]),
         }
