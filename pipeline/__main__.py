@@ -156,7 +156,7 @@ def parse_arguments(argv: list[str]) -> tuple[str, str | None, dict[str, Path], 
 def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("FEW_ROWS_DIR", str(Path("artifacts/kernels").resolve()))
+    os.environ.setdefault("KERNELS_DIR", str(Path("artifacts/kernels").resolve()))
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     signal.signal(signal.SIGTERM, _terminate)

@@ -17,10 +17,9 @@ NEVER: dict[str, int | None] = {}
 IDS = torch.tensor([[1, 5, 99, 17, 64, 3, 3, 127, 40]])
 
 
-def load(folder, dtype=torch.float32, pack_head=False, dense_from=NEVER):
-    return load_decoder(
-        folder, device="cpu", dtype=dtype, pack_head=pack_head, trust_remote_code=False, dense_from=dense_from
-    )
+def load(folder, dtype=torch.float32, pack_head=False, dense_from=NEVER, engine="hf"):
+    options = {"device": "cpu", "dtype": dtype, "pack_head": pack_head, "trust_remote_code": False}
+    return load_decoder(folder, dense_from=dense_from, engine=engine, **options)
 
 
 @torch.inference_mode()
@@ -29,10 +28,11 @@ def logits_of(module):
 
 
 def check_logits(folder, expected, relative=1e-5, dense_from=NEVER):
-    decoder = load(folder, dense_from=dense_from)
-    with torch.inference_mode():
+    """By both engines; returns the decoder over transformers' modules."""
+    for engine in ("lean", "hf"):
+        decoder = load(folder, dense_from=dense_from, engine=engine)
         got = decoder.forward(IDS[0], decoder.new_cache(16))
-    assert (got - expected).abs().max() <= relative * expected.abs().max()
+        assert (got - expected).abs().max() <= relative * expected.abs().max()
     return decoder
 
 

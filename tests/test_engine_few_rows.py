@@ -11,13 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.load import dense_from_of, load_decoder
-from pipeline.engine import few_rows
-from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsLinear, pack_nibbles, unpack_nibbles
+from pipeline.engine import few_rows, native
+from pipeline.engine.few_rows import (
+    FewRowsInt4Linear,
+    FewRowsInt8Linear,
+    FewRowsLinear,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from pipeline.engine.linear4 import Int4Linear, quantized_linear
 
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # half an ulp, relative
 
-needs_kernels = pytest.mark.skipif(few_rows.refusal() is not None, reason=f"no kernels here: {few_rows.refusal()}")
+needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")
 
 
 def within(y_MN, x_MK, weight_NK, dtype):
@@ -40,6 +46,13 @@ def test_bf16_weights(M, N, K, dtype):
     assert not within(y_MN, x_MK, weight_NK.roll(1, 1), dtype), "the bound would not notice shifted columns"
 
 
+def fixed_point_slack(x_MK, weight_NK, group):
+    """Each x is off by half a step of its group (largest / 32767) and a float32 rounding of the division."""
+    step_MG = x_MK.double().abs().view(len(x_MK), -1, group).amax(-1) / 32767
+    weight_NG = weight_NK.double().abs().view(len(weight_NK), -1, group).sum(-1)
+    return (0.5 + 2.0**-8) * step_MG @ weight_NG.t()
+
+
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M", [*range(1, 10), 17])
@@ -48,22 +61,61 @@ def test_int4_weights(M, N, K, group, dtype):
     generator = torch.Generator().manual_seed(M * N)
     codes_NK = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
     zeros_NG = torch.randint(0, 17, (N, K // group), generator=generator, dtype=torch.uint8)  # a v1 file can say 16
-    scales_NG = torch.rand(N, K // group, generator=generator) * 0.02
+    scales_NG = (torch.rand(N, K // group, generator=generator) * 0.02).half()
     x_MK = torch.randn(M, K, generator=generator).to(dtype)
-    linear = FewRowsInt4Linear(codes_NK, scales_NG, zeros_NG, group, None)
+    linear = FewRowsInt4Linear(codes_NK, scales_NG, zeros_NG, None)
     steps_NGg = codes_NK.view(N, -1, group).double() - zeros_NG[..., None].double()
     weight_NK = (steps_NGg * scales_NG[..., None].double()).view(N, K)
-    # the kernel forms each weight as 16 s (1 + c / 16) - (16 + z) s: four roundings of at most 32 s
-    roundings = 4 * UNIT[torch.float32] * 32 * scales_NG.double().repeat_interleave(group, 1)
-    slack = x_MK.double().abs() @ roundings.t()
     exact = x_MK.double() @ weight_NK.t()
-    sums = (K + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.abs().t()) + slack
+    sums = (K + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.abs().t())
+    sums = sums + fixed_point_slack(x_MK, weight_NK, group)
     bound = sums + UNIT[dtype] * (exact.abs() + sums)
     assert ((linear(x_MK).double() - exact).abs() <= bound).all()
     linear.dense_from_rows = 1
     assert ((linear(x_MK).double() - exact).abs() <= bound).all()
     off_by_one = exact - x_MK.double() @ scales_NG.double().repeat_interleave(group, 1).t()
     assert ((linear(x_MK).double() - off_by_one).abs() > bound).any(), "the bound would not notice zeros one off"
+
+
+@needs_kernels
+@pytest.mark.parametrize("M", [1, 3, 9])
+def test_int8_weights(M):
+    generator = torch.Generator().manual_seed(M)
+    x_MK = torch.randn(M, 192, generator=generator) * torch.logspace(-3, 3, 192)  # outliers in some groups
+    linear = FewRowsInt8Linear(torch.randn(101, 192, generator=generator), None)
+    weight_NK = linear.codes_NK.double() * linear.scale_N[:, None].double()
+    exact = x_MK.double() @ weight_NK.t()
+    sums = (192 + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.abs().t())
+    assert ((linear(x_MK).double() - exact).abs() <= sums + fixed_point_slack(x_MK, weight_NK, 64)).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bf16", "int4", "int8"])
+def test_a_token_among_others_gets_the_bits_it_gets_alone(kind):
+    generator = torch.Generator().manual_seed(0)
+    x_MK, weight_NK = torch.randn(17, 576, generator=generator), torch.randn(200, 576, generator=generator)
+    codes = torch.randint(0, 16, (200, 576), generator=generator, dtype=torch.uint8)
+    linear = {
+        "bf16": lambda: FewRowsLinear(torch.nn.Parameter(weight_NK.bfloat16(), requires_grad=False), None),
+        "int4": lambda: FewRowsInt4Linear(codes, torch.rand(200, 9).half(), torch.full((200, 9), 7), None),
+        "int8": lambda: FewRowsInt8Linear(weight_NK, None),
+    }[kind]()
+    alone = torch.cat([linear(x_MK[m : m + 1]) for m in range(17)])
+    for M in range(1, 18):
+        assert torch.equal(linear(x_MK[:M]), alone[:M])
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_a_number_stays_one(bad):
+    x_MK = torch.ones(2, 64)
+    x_MK[1, 5] = bad
+    for linear in (
+        FewRowsInt4Linear(torch.ones(8, 64, dtype=torch.uint8), torch.ones(8, 1), torch.zeros(8, 1), None),
+        FewRowsInt8Linear(torch.ones(8, 64), None),
+    ):
+        y_MN = linear(x_MK)
+        assert y_MN[0].isfinite().all() and not y_MN[1].isfinite().any()
 
 
 @settings(max_examples=50, deadline=None)
@@ -77,12 +129,13 @@ def test_nibbles_round_trip(N, blocks, seed):
 def test_which_layers_are_taken():
     codes, zeros = torch.zeros(8, 192, dtype=torch.uint8), torch.zeros(8, 3)
 
-    def kind(zeros, group, bits=4):
-        scales = torch.ones(8, 192 // group)
+    def kind(zeros, group, bits=4, scale=1.0):
+        scales = torch.full((8, 192 // group), scale)
         parts = (codes, scales, zeros[:, : 192 // group], None, bits, group, None, torch.float32, "cpu")
         return type(quantized_linear(*parts, True))
 
     assert kind(zeros, 64) is FewRowsInt4Linear
+    assert kind(zeros, 64, scale=1 + 2.0**-20) is Int4Linear, "a scale that float16 would round"
     assert kind(zeros + 0.5, 64) is Int4Linear, "a zero between two codes is not a byte"
     assert kind(torch.zeros(8, 6), 32) is Int4Linear
     assert not few_rows.takes_full(40, torch.bfloat16, "cpu")
@@ -105,8 +158,8 @@ def test_classes_given_are_classes_used(make_decoder, tmp_path):
 
 
 def test_without_a_compiler_torch_serves_and_says_why(tmp_path):
-    code = "from pipeline.engine import few_rows; print(few_rows.refusal())"
-    environment = {"PATH": "/nowhere", "CXX": "no-such-compiler", "FEW_ROWS_DIR": str(tmp_path)}
+    code = "from pipeline.engine import native; print(native.refusal())"
+    environment = {"PATH": "/nowhere", "CXX": "no-such-compiler", "KERNELS_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "no C++ compiler"
 
@@ -116,8 +169,8 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path):
     compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
     compiler.chmod(0o755)
     folder = tmp_path / "kernels"
-    code = "from pipeline.engine import few_rows; print(few_rows.refusal())"
-    environment = {"PATH": "/usr/bin:/bin", "CXX": str(compiler), "FEW_ROWS_DIR": str(folder)}
+    code = "from pipeline.engine import native; print(native.refusal())"
+    environment = {"PATH": "/usr/bin:/bin", "CXX": str(compiler), "KERNELS_DIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "compiling few_rows.cpp failed: broken"
+    assert done.stdout.strip() == "compiling the kernels failed: broken"
     assert list(folder.iterdir()) == []

@@ -32,7 +32,7 @@ class Scripted:
     def __init__(self, answer, prompt_len, wrong):
         self.answer, self.prompt_len, self.wrong = answer, prompt_len, wrong
 
-    def start(self, capacity):
+    def start(self, prompt_ids, capacity):
         pass
 
     def room(self, committed):

@@ -110,7 +110,7 @@ def test_tiles_put_together_are_the_whole_weight(monkeypatch):
         quantized_linear(*parts, torch.float32, "cpu", False),
         quantized_linear(*layer(201, 256, 16), torch.float32, "cpu", False),
         FullLinear(weight, None),
-        Int8Linear(weight, None, torch.float32),
+        Int8Linear(weight, None),
     ]
     x_MK = torch.randn(7, 256)
     for linear in layers:
@@ -124,7 +124,7 @@ def test_int8_rounds_by_half_a_step(dtype):
     weight_NK = torch.randn(65, 96).to(dtype)
     weight_NK[3] = 0
     x_MK = torch.randn(2, 96).to(dtype)
-    linear = Int8Linear(weight_NK, None, dtype)
+    linear = Int8Linear(weight_NK, None)
     u = UNIT[dtype]
     step_N = weight_NK.double().abs().amax(1) / 127
     error_N = step_N / 2 + 128 * u * step_N  # half a step; the last code short of 127.5 when the scale rounds down

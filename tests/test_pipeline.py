@@ -30,7 +30,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess:
         "PYTHONPATH": str(folder),
         "HF_TOKEN": TOKEN,
         "DVC_NO_ANALYTICS": "true",
-        "FEW_ROWS_DIR": os.environ.get("FEW_ROWS_DIR", str(ROOT / "artifacts/kernels")),
+        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str(ROOT / "artifacts/kernels")),
     }
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -10,7 +10,7 @@ import ctypes
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from torch import nn
 from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.packed import PackedLinear
 from pipeline.checkpoint.read import Checkpoint, located, read
-from pipeline.engine import few_rows
+from pipeline.engine import few_rows, lean, native
 from pipeline.engine.decoder import Decoder
-from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsLinear
+from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsInt8Linear, FewRowsLinear
 from pipeline.engine.linear import HEAD_ROWS, FullLinear, Int8Linear, PackedWeight, clearly_faster, measure_dense_from
 from pipeline.engine.linear4 import quantized_linear
 
@@ -36,25 +36,33 @@ def load_decoder(
     pack_head: bool,
     trust_remote_code: bool,
     dense_from: DenseFrom | None = None,
+    engine: Literal["lean", "hf"] = "lean",
 ) -> Decoder:
-    """A Decoder in eval mode on `device`, activations and unquantized weights in `dtype`.
+    """A decoder in eval mode on `device`, unquantized weights in `dtype`.
 
-    `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes which classes of linear layer are used
-    and from how many rows each uses a plain GEMM; None measures both here and now (some ms), so give one process's
-    `dense_from_of` to the others. Raises CheckpointError for whatever in the folder does not fit together.
+    `engine`: lean where the architecture allows it (`Decoder.engine_reason` says why not), or transformers' own modules
+    (hf). `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes which classes of linear layer are
+    used and from how many rows each uses a plain GEMM; None takes what was measured on this machine, or measures it
+    (some ms). Raises CheckpointError for whatever in the folder does not fit together.
     """
     checkpoint = read(folder)
     with located(folder):
         module = empty_module(checkpoint, dtype, trust_remote_code)
-        classes = chosen_classes(checkpoint, module, dtype, device) if dense_from is None else set(dense_from)
+        reason = "asked for" if engine == "hf" else lean.refusal(module)
+        activations = dtype if reason else lean.activations(device, dtype)
+        classes = chosen_classes(checkpoint, module, dtype, activations, device) if dense_from is None else set(dense_from)
         _Filling(checkpoint, module, dtype, device, classes).fill()
         max_positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         if max_positions is None:
             raise CheckpointError("config.json: no max_position_embeddings; add the longest context of the model")
         if pack_head:
-            _pack_head(module, dtype)
-    set_dense_from(module, measured_dense_from(module, dtype) if dense_from is None else dense_from)
-    return Decoder(module, max_positions)
+            _pack_head(module, activations, classes)
+    decoder = Decoder(module, max_positions) if reason else lean.LeanDecoder(module, max_positions)
+    decoder.engine_reason = reason
+    set_dense_from(
+        decoder.module, measured_dense_from(decoder.module, activations) if dense_from is None else dense_from
+    )
+    return decoder
 
 
 def empty_module(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -209,40 +217,53 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _pack_head(module: Any, dtype: torch.dtype) -> None:
+def _pack_head(module: Any, activations: torch.dtype, classes: set[str]) -> None:
     """Replace a full-precision output head by 8-bit codes (a tied embedding keeps its own weight)."""
     head = module.get_output_embeddings()
     if not isinstance(head, FullLinear):
         return
-    packed = Int8Linear(head.weight, head.bias, dtype)
+    chosen = FewRowsInt8Linear.__name__ in classes
+    few = chosen and few_rows.takes_int8(head.in_features, activations, head.device.type)
+    packed = (FewRowsInt8Linear if few else Int8Linear)(head.weight, head.bias)
     try:
-        packed(torch.zeros(1, head.in_features, dtype=dtype, device=head.device))
+        packed(torch.zeros(1, head.in_features, dtype=activations, device=head.device))
     except RuntimeError as e:
         raise CheckpointError(f"pack_head: torch has no int8 kernel here ({e}); set pack_head to false") from None
     name = next(n for n, m in module.named_modules() if m is head)
     module.set_submodule(name, packed)
 
 
-def chosen_classes(checkpoint: Checkpoint, module: nn.Module, dtype: torch.dtype, device: str) -> set[str]:
+def chosen_classes(
+    checkpoint: Checkpoint, module: nn.Module, dtype: torch.dtype, activations: torch.dtype, device: str
+) -> set[str]:
     """Which few_rows classes beat torch's kernels on this machine: timed on a layer of the module's commonest size."""
     shapes = [(m.out_features, m.in_features) for m in module.modules() if isinstance(m, nn.Linear)]
     N, K = max(shapes, key=lambda shape: (shapes.count(shape), shape[0] * shape[1]), default=(0, 1))
-    chosen: set[str] = set()
+    weight = nn.Parameter(torch.ones(N, K, dtype=dtype), requires_grad=False)
+    pairs: list[tuple[PackedWeight, PackedWeight]] = []
     if N and few_rows.takes_full(K, dtype, device):
-        weight = nn.Parameter(torch.ones(N, K, dtype=dtype), requires_grad=False)
-        if clearly_faster(FewRowsLinear(weight, None), FullLinear(weight, None), dtype):
-            chosen.add(FewRowsLinear.__name__)
+        pairs.append((FewRowsLinear(weight, None), FullLinear(weight, None)))
+    if N and few_rows.takes_int8(K, activations, device):
+        pairs.append((FewRowsInt8Linear(weight, None), Int8Linear(weight, None)))
     first = next(iter(checkpoint.linears.values()), None)
-    if first is not None and few_rows.takes_int4(first.bits, K, first.group_size, first.zeros_NG, dtype, device):
+    if first is not None and K % first.group_size == 0:
         codes = torch.ones(N, K, dtype=torch.uint8)
         groups = torch.ones(N, K // first.group_size)
         parts = (codes, groups, groups, None, first.bits, first.group_size, None, dtype, device)
-        if clearly_faster(quantized_linear(*parts, True), quantized_linear(*parts, False), dtype):
-            chosen.add(FewRowsInt4Linear.__name__)
+        ours = quantized_linear(*parts, True)
+        if isinstance(ours, FewRowsInt4Linear):
+            pairs.append((ours, quantized_linear(*parts, False)))
+    chosen = set()
+    for ours, torchs in pairs:
+        name = type(ours).__name__
+        question = f"{name} {N} x {K} beats {type(torchs).__name__}, {dtype} weights, {activations} activations"
+        with torch.inference_mode():
+            if native.remembered(question, lambda: clearly_faster(ours, torchs, activations)):  # noqa: B023
+                chosen.add(name)
     return chosen
 
 
-def measured_dense_from(module: nn.Module, dtype: torch.dtype) -> dict[str, int | None]:
+def measured_dense_from(module: nn.Module, activations: torch.dtype) -> dict[str, int | None]:
     """class -> rows, measured on the largest layer of each class that is not the head (or on the head)."""
     head = module.get_output_embeddings()  # type: ignore[operator]
     size: Callable[[PackedWeight], tuple[bool, int]] = lambda m: (m is not head, m.out_features * m.in_features)  # noqa: E731
@@ -251,18 +272,23 @@ def measured_dense_from(module: nn.Module, dtype: torch.dtype) -> dict[str, int 
         if isinstance(layer, PackedWeight):
             name = type(layer).__name__
             largest[name] = max(largest.get(name, layer), layer, key=size)
-    with torch.inference_mode():
-        return {n: measure_dense_from(_sample(m, dtype) if m is head else m, dtype) for n, m in sorted(largest.items())}
+    found = {}
+    for name, layer in sorted(largest.items()):
+        question = f"{name} {layer.out_features} x {layer.in_features} dense from rows, {activations} activations"
+        with torch.inference_mode():
+            sample = _sample(layer) if layer is head else layer
+            found[name] = native.remembered(question, lambda: measure_dense_from(sample, activations))  # noqa: B023
+    return found
 
 
-def _sample(head: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+def _sample(head: PackedWeight) -> PackedWeight:
     """Its first rows as a layer of the same class: a head is the largest layer by far, too slow to time whole."""
     if not isinstance(head, FullLinear | Int8Linear):
         return head
-    rows_NK = head.tile(0, min(HEAD_ROWS, head.out_features)).to(dtype)
+    rows_NK = head.tile(0, min(HEAD_ROWS, head.out_features))
     if isinstance(head, Int8Linear):
-        return Int8Linear(rows_NK, None, dtype)
-    return type(head)(nn.Parameter(rows_NK, requires_grad=False), None)
+        return type(head)(rows_NK, None)
+    return type(head)(nn.Parameter(rows_NK.to(head.weight.dtype), requires_grad=False), None)
 
 
 def set_dense_from(module: nn.Module, dense_from: DenseFrom) -> None:

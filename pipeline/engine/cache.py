@@ -5,6 +5,8 @@ Legend: B batch (1), H key/value heads, T new tokens, S committed + new tokens, 
 
 from __future__ import annotations
 
+import copy
+
 from typing import Any
 
 import torch
@@ -78,3 +80,42 @@ class Cache:
         assert 0 <= length <= self.length, f"rollback to {length} of {self.length}"
         for layer in self.layers:
             layer.length = length
+
+
+class StaticCache:
+    """Keys and values of B sequences, allocated once: per layer [B, H, capacity, D]; `lengths` counts each sequence's
+    committed positions. `length` and `rollback` serve a batch of one, as those of `Cache`.
+    """
+
+    def __init__(
+        self, layers: int, heads: int, head_dim: int, capacity: int, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.capacity = capacity
+        shape = (batch, heads, capacity, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.lengths = [0] * batch
+
+    @property
+    def length(self) -> int:
+        assert len(self.lengths) == 1
+        return self.lengths[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def rollback(self, length: int) -> None:
+        """Keep the first `length` positions. The buffers stay; later writes overwrite what is beyond."""
+        self.rollback_rows([length])
+
+    def rollback_rows(self, lengths: list[int]) -> None:
+        assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), f"{lengths} {self.lengths}"
+        self.lengths = list(lengths)
+
+    def row(self, b: int) -> StaticCache:
+        """A view of sequence b as a cache of its own, for reading its prompt; give its length back with `absorb`."""
+        one = copy.copy(self)
+        one.keys, one.values = [k[b : b + 1] for k in self.keys], [v[b : b + 1] for v in self.values]
+        one.lengths = [self.lengths[b]]
+        return one

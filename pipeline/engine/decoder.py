@@ -18,6 +18,7 @@ class Decoder:
     """Wraps a transformers causal LM whose linear layers may be ours (engine `hf`)."""
 
     engine = "hf"
+    engine_reason: str | None = None  # why not `lean`
 
     def __init__(self, module: nn.Module, max_positions: int) -> None:
         self.module = module.eval().requires_grad_(False)
@@ -27,15 +28,19 @@ class Decoder:
         self.device: torch.device = embedding.weight.device
         self.dtype: torch.dtype = embedding.weight.dtype
         self.vocab_size: int = embedding.num_embeddings
+        self.activations = self.dtype
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens. Raises ContextFull when the model's context is shorter."""
+        self.refuse_capacity(capacity)
+        return Cache(self.config.get_text_config().num_hidden_layers, capacity)
+
+    def refuse_capacity(self, capacity: int) -> None:
         if capacity > self.max_positions:
             raise ContextFull(
                 f"{capacity} tokens do not fit in the model's context of {self.max_positions}; "
                 f"shorten the prompt or the answer"
             )
-        return Cache(self.config.get_text_config().num_hidden_layers, capacity)
 
     @torch.inference_mode()
     def forward(self, ids_T: torch.Tensor, cache: Cache, last_only: bool = False) -> torch.Tensor:
@@ -52,6 +57,7 @@ class Decoder:
             logits_to_keep=1 if last_only else 0,
         )
         logits_TV: torch.Tensor = out.logits[0]
+        self.activations = logits_TV.dtype
         return logits_TV
 
     def describe(self) -> dict[str, Any]:
@@ -60,9 +66,10 @@ class Decoder:
         kernels = Counter(str(getattr(m, "kernel", type(m).__name__)) for m in linears)
         return {
             "engine": self.engine,
+            "engine_reason": self.engine_reason,
             "architecture": type(self.module).__name__,
             "weights_dtype": str(self.dtype).removeprefix("torch."),
-            "activations_dtype": str(self.dtype).removeprefix("torch."),
+            "activations_dtype": str(self.activations).removeprefix("torch."),
             "kernels": dict(sorted(kernels.items())),
             "compiled": False,
             "threads": torch.get_num_threads(),

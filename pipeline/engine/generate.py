@@ -1,6 +1,6 @@
 """One loop for plain and speculative decoding, with exact accounting.
 
-The prompt's forward gives the first token (`ttft_s`); each round after it drafts up to `draft_len` tokens (0 = plain
+The prompt's forwards, the draft's included, give the first token (`ttft_s`); each round after it drafts up to `draft_len` tokens (0 = plain
 decoding), verifies them in one target forward over the last committed token and the drafted ones, and keeps the
 accepted prefix and one token of the target's own. Legend: K drafted, M = K + 1 verified positions, V vocabulary.
 """
@@ -70,9 +70,9 @@ def generate(
     stop_ids = frozenset() if ignore_end else end_ids
     capacity = min(len(prompt_ids) + max_new_tokens + draft_len + 1, target.max_positions)
     cache = target.new_cache(capacity)
-    if proposer is not None:
-        proposer.start(capacity)
     started = time.perf_counter()
+    if proposer is not None:
+        proposer.start(prompt_ids, capacity)
     logits_1V = target.forward(torch.tensor(prompt_ids, device=target.device), cache, last_only=True)
     first_1 = logits_1V.argmax(-1) if sampling.greedy else draw(distribution(logits_1V, sampling), generator)
     committed = [*prompt_ids, int(first_1)]

@@ -9,8 +9,9 @@ slowly). Which one wins where is measured when a model is loaded (`measure_dense
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ class PackedWeight(nn.Module):
 
     bias: torch.Tensor | None
     input_order_K: torch.Tensor | None  # act-order: columns of x in the order of the weight's
+    output_dims: Mapping[str, int] = {}  # tensor -> its dimension of output channels, where several layers can be one
 
     def __init__(self, out_features: int, in_features: int, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -49,6 +51,11 @@ class PackedWeight(nn.Module):
     @property
     def tiled(self) -> bool:
         """Whether `tile`, and so `dense`, works here."""
+        return True
+
+    @property
+    def joins(self) -> bool:
+        """Whether the tensors of `output_dims` hold exactly `out_features` outputs."""
         return True
 
     @property
@@ -74,14 +81,16 @@ class PackedWeight(nn.Module):
             y_MN[:, start:stop] = F.linear(wide_MK, self.tile(start, stop).to(compute))
         return y_MN
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x_MK = x.reshape(-1, self.in_features)
+    def rows(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """y_MN of contiguous x_MK, bias included: `forward` without its reshaping."""
         if self.input_order_K is not None:
             x_MK = x_MK[:, self.input_order_K]
         many = self.dense_from_rows is not None and len(x_MK) >= self.dense_from_rows
         y_MN = self.dense(x_MK) if many else self.native(x_MK)
-        if self.bias is not None:
-            y_MN = y_MN + self.bias
+        return y_MN if self.bias is None else y_MN + self.bias.to(y_MN.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y_MN = self.rows(x.reshape(-1, self.in_features).contiguous())
         return y_MN.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -91,12 +100,14 @@ class PackedWeight(nn.Module):
 class FullLinear(PackedWeight):
     """A full-precision weight_NK, shared with whoever else holds it (tied heads)."""
 
+    output_dims = {"weight": 0}
+
     def __init__(self, weight_NK: nn.Parameter, bias_N: torch.Tensor | None) -> None:
         super().__init__(weight_NK.shape[0], weight_NK.shape[1], bias_N)
         self.weight = weight_NK
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_MK, self.weight)
+        return F.linear(x_MK.to(self.weight.dtype), self.weight).to(x_MK.dtype)
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
         return self.weight[start:stop].float()
@@ -108,22 +119,22 @@ class Int8Linear(PackedWeight):
     codes_NK: torch.Tensor
     scale_N: torch.Tensor
 
-    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
         super().__init__(weight_NK.shape[0], weight_NK.shape[1], bias_N)
-        scale_N = (weight_NK.abs().amax(1).float() / 127).clamp(min=torch.finfo(dtype).tiny).to(dtype)
+        scale_N = (weight_NK.abs().amax(1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
         codes_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=weight_NK.device)
         for start in range(0, len(codes_NK), HEAD_ROWS):
             rows = slice(start, start + HEAD_ROWS)
-            steps = weight_NK[rows].float() / scale_N[rows, None].float()
+            steps = weight_NK[rows].float() / scale_N[rows, None]
             codes_NK[rows] = steps.round().clamp(-127, 127).to(torch.int8)
         self.register_buffer("codes_NK", codes_NK)
         self.register_buffer("scale_N", scale_N)
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
-        return torch._weight_int8pack_mm(x_MK.contiguous(), self.codes_NK, self.scale_N)
+        return torch._weight_int8pack_mm(x_MK, self.codes_NK, self.scale_N.to(x_MK.dtype))
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        return self.codes_NK[start:stop].float() * self.scale_N[start:stop, None].float()
+        return self.codes_NK[start:stop].float() * self.scale_N[start:stop, None]
 
 
 class DequantLinear(PackedWeight):
@@ -172,6 +183,27 @@ class DequantLinear(PackedWeight):
     @property
     def kernel(self) -> str:
         return f"{type(self).__name__} ({self.bits}-bit: {self.reason})"
+
+
+def joined(parts: list[PackedWeight]) -> PackedWeight | None:
+    """One layer whose outputs are those of `parts` in order; None where their layouts differ or cannot be joined."""
+    first = parts[0]
+    alike = all(type(p) is type(first) and p.input_order_K is None and p.in_features == first.in_features for p in parts)
+    same_groups = len({getattr(p, "group_size", None) for p in parts}) == 1
+    if not (alike and same_groups and first.output_dims and all(p.joins for p in parts)):
+        return None
+    whole = copy.copy(first)
+    whole._parameters, whole._buffers = dict(first._parameters), dict(first._buffers)
+    whole.out_features = sum(p.out_features for p in parts)
+    for name, dim in first.output_dims.items():
+        tensor = torch.cat([getattr(p, name).detach() for p in parts], dim)
+        own = whole._parameters if name in whole._parameters else whole._buffers
+        own[name] = nn.Parameter(tensor, requires_grad=False) if name in whole._parameters else tensor
+    if any(p.bias is not None for p in parts):
+        some = next(p.bias for p in parts if p.bias is not None)
+        zeros = [some.new_zeros(p.out_features) if p.bias is None else p.bias for p in parts]
+        whole._buffers["bias"] = torch.cat(zeros)
+    return whole
 
 
 def measure_dense_from(linear: PackedWeight, dtype: torch.dtype) -> int | None:

@@ -29,6 +29,7 @@ class Int4Linear(PackedWeight):
 
     packed: torch.Tensor
     scales_and_zeros: torch.Tensor
+    output_dims = {"packed": 0, "scales_and_zeros": 1}
 
     def __init__(
         self,
@@ -58,8 +59,15 @@ class Int4Linear(PackedWeight):
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
         aten = torch.ops.aten
         op = aten._weight_int4pack_mm_for_cpu if x_MK.device.type == "cpu" else aten._weight_int4pack_mm
-        y_MN: torch.Tensor = op(x_MK.contiguous(), self.packed, self.group_size, self.scales_and_zeros)
-        return y_MN[:, : self.out_features]
+        x_MK = x_MK.contiguous()
+        y_MN: torch.Tensor = op(
+            x_MK.to(self.scales_and_zeros.dtype), self.packed, self.group_size, self.scales_and_zeros
+        )
+        return y_MN[:, : self.out_features].to(x_MK.dtype)
+
+    @property
+    def joins(self) -> bool:
+        return self.out_features % ROW_BLOCK == 0
 
     @property
     def tiled(self) -> bool:
@@ -99,7 +107,7 @@ def quantized_linear(
     Act-order is undone by permuting columns into contiguous groups, and the input with them on each forward.
     """
     K = codes_NK.shape[1]
-    few_rows = few_rows and takes_int4(bits, K, group_size, zeros_NG, dtype, device)
+    few_rows = few_rows and takes_int4(bits, K, group_size, scales_NG, zeros_NG, dtype, device)
     refusal = None if few_rows else int4_refusal(bits, K, group_size, dtype, device)
     bias_N = bias_N.to(device, dtype) if bias_N is not None else None
     if refusal is not None:
@@ -112,7 +120,7 @@ def quantized_linear(
         codes_NK = codes_NK[:, order_K]
     linear: PackedWeight
     if few_rows:
-        linear = FewRowsInt4Linear(codes_NK, scales_NG, zeros_NG, group_size, bias_N)
+        linear = FewRowsInt4Linear(codes_NK, scales_NG, zeros_NG, bias_N)
     else:
         linear = Int4Linear(codes_NK, scales_NG, zeros_NG, group_size, bias_N, dtype, device)
     linear.input_order_K = order_K.to(device) if order_K is not None else None

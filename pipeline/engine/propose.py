@@ -24,8 +24,9 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    def start(self, capacity: int) -> None:
-        """Forget the last sequence; make room for `capacity` tokens (less where the draft's context is shorter)."""
+    def start(self, prompt_ids: list[int], capacity: int) -> None:
+        """Forget the last sequence and read this prompt; make room for `capacity` tokens (less if the draft's context
+        is shorter)."""
 
     def room(self, committed: int) -> int:
         """Tokens that may be drafted after `committed` ones."""
@@ -46,9 +47,12 @@ class ModelProposer:
         self._fed = torch.empty(0, dtype=torch.long)
         self._own_generator: torch.Generator | None = None
 
-    def start(self, capacity: int) -> None:
+    def start(self, prompt_ids: list[int], capacity: int) -> None:
         self.cache = self.decoder.new_cache(min(capacity, self.decoder.max_positions))
         self.cached = []
+        if len(prompt_ids) < self.cache.capacity:
+            self.decoder.forward(self._catch_up([*prompt_ids, 0])[:-1], self.cache, last_only=True)
+            self.cached = list(prompt_ids)
 
     def room(self, committed: int) -> int:
         # all committed tokens and every drafted one but the last are fed to the draft
@@ -108,7 +112,7 @@ class NgramProposer:
         self.target_vocab_size = target_vocab_size
         self.device = device
 
-    def start(self, capacity: int) -> None:
+    def start(self, prompt_ids: list[int], capacity: int) -> None:
         pass
 
     def room(self, committed: int) -> int:

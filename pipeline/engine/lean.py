@@ -1,0 +1,179 @@
+"""Decoding at the cost of reading the weights: the Llama shape and its relatives without transformers' modules.
+
+The layers are taken from a loaded transformers module (so every checkpoint format comes along), with q/k/v and gate/up
+joined where their layouts allow. Activations are float32 on a CPU, where products are formed in float32 anyway, and in
+the weights' dtype elsewhere. Legend: B sequences, T new tokens of each, M = B T rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.engine import native, step
+from pipeline.engine.cache import ContextFull, StaticCache
+from pipeline.engine.decoder import Decoder
+from pipeline.engine.linear import PackedWeight, joined
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
+
+
+def refusal(module: Any) -> str | None:
+    """Why a transformers causal LM cannot be decoded here; None when it can."""
+    name, config = type(module).__name__, module.config
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act}, not silu"
+    rotation = module.model.rotary_emb
+    if getattr(rotation, "rope_type", "default") not in FIXED_ROTATIONS:
+        return f"rotary embedding of type {rotation.rope_type} changes with the length of the text"
+    if 2 * len(rotation.inv_freq) != module.model.layers[0].self_attn.head_dim:
+        return "rotary embedding of a part of each head"
+    return None
+
+
+def activations(device: str, dtype: torch.dtype) -> torch.dtype:
+    """float32 on a CPU, the weights' dtype elsewhere."""
+    return torch.float32 if torch.device(device).type == "cpu" else dtype
+
+
+class Joined(nn.Module):
+    """Several linear layers of one input as one, or one after the other where their layouts do not join."""
+
+    def __init__(self, *parts: PackedWeight) -> None:
+        super().__init__()
+        whole = joined(list(parts))
+        self.parts = nn.ModuleList(parts if whole is None else [whole])
+
+    def rows(self, x_MK: torch.Tensor) -> torch.Tensor:
+        first: Any = self.parts[0]
+        if len(self.parts) == 1:
+            return first.rows(x_MK)
+        return torch.cat([part.rows(x_MK) for part in self.parts], -1)  # type: ignore[operator]
+
+
+class Layer(nn.Module):
+    """One transformer block's weights."""
+
+    def __init__(self, layer: Any, window: int) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.window = window
+        self.input_norm, self.output_norm = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        self.q_norm = attention.q_norm.weight if hasattr(attention, "q_norm") else None
+        self.k_norm = attention.k_norm.weight if hasattr(attention, "k_norm") else None
+        self.qkv, self.o = Joined(attention.q_proj, attention.k_proj, attention.v_proj), attention.o_proj
+        self.gate_up, self.down = Joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj
+
+
+class LeanModel(nn.Module):
+    """The weights of a causal LM in the order of use, taken out of a transformers module, which is emptied."""
+
+    def __init__(self, module: Any, max_positions: int) -> None:
+        super().__init__()
+        config = module.config
+        self.config, self.architecture = config, type(module).__name__
+        self.eps: float = config.rms_norm_eps
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = module.model.layers[0].self_attn.head_dim
+        self.embedding, self.norm, self.head = module.model.embed_tokens, module.model.norm.weight, module.lm_head
+        rotation = module.model.rotary_emb
+        angle_PD = torch.arange(max_positions)[:, None] * rotation.inv_freq.float().cpu()
+        tables = ((angle_PD.cos(), angle_PD.sin()) if max_positions else ())
+        for name, table_PD in zip(("cos_PD", "sin_PD"), tables, strict=True):
+            table_PD = (table_PD * rotation.attention_scaling).to(self.embedding.weight.device)
+            self.register_buffer(name, table_PD.contiguous(), persistent=False)
+        self.layers = nn.ModuleList()
+        for i, layer in enumerate(module.model.layers):
+            self.layers.append(Layer(layer, window_of(config, i)))
+            module.model.layers[i] = nn.Identity()  # frees what was joined before the next layer is
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def hidden(
+        self, ids_M: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, activations: torch.dtype
+    ) -> torch.Tensor:
+        """x_MD after the last norm; writes the cache at `start_B` and following."""
+        x_MD = self.embedding.weight[ids_M].to(activations)
+        op = step.operations(x_MD.device, len(x_MD), self.head_dim, x_MD.shape[1], cache.keys[0].dtype)
+        y_MD = torch.zeros_like(x_MD)
+        layer: Any
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            qkv = layer.qkv.rows(op.add_norm(x_MD, y_MD, layer.input_norm, self.eps))
+            mixed = op.attention(
+                qkv, layer.q_norm, layer.k_norm, self.eps, self.cos_PD, self.sin_PD, start_B, keys, values, layer.window
+            )
+            y_MD = layer.o.rows(mixed)
+            gate_up = layer.gate_up.rows(op.add_norm(x_MD, y_MD, layer.output_norm, self.eps))
+            y_MD = layer.down.rows(op.silu_mul(gate_up))
+        hidden_MD: torch.Tensor = op.add_norm(x_MD, y_MD, self.norm, self.eps)
+        return hidden_MD
+
+
+def window_of(config: Any, layer: int) -> int:
+    """Positions that a layer looks back; 0 = all."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[layer] != "sliding_attention":
+        return 0
+    if kinds is None and config.model_type != "mistral":
+        return 0
+    return config.sliding_window or 0
+
+
+class LeanDecoder(Decoder):
+    """A LeanModel behind the interface of `Decoder`; raises ValueError from `refusal`'s reasons."""
+
+    engine = "lean"
+    module: LeanModel
+
+    def __init__(self, module: Any, max_positions: int) -> None:
+        reason = refusal(module)
+        if reason is not None:
+            raise ValueError(f"engine lean: {reason}; use engine hf")
+        super().__init__(LeanModel(module, max_positions), max_positions)
+        self.activations = activations(str(self.device), self.dtype)
+
+    def new_cache(self, capacity: int, batch: int = 1) -> StaticCache:  # type: ignore[override]
+        self.refuse_capacity(capacity)
+        model = self.module
+        return StaticCache(
+            len(model.layers), model.kv_heads, model.head_dim, capacity, batch, self.dtype, self.device
+        )
+
+    def forward(self, ids_T: torch.Tensor, cache: StaticCache, last_only: bool = False) -> torch.Tensor:  # type: ignore[override]
+        return self.forward_rows(ids_T[None], cache, last_only)[0]
+
+    @torch.inference_mode()
+    def forward_rows(self, ids_BT: torch.Tensor, cache: StaticCache, last_only: bool = False) -> torch.Tensor:
+        """Append T tokens to each of B sequences; returns logits_BTV (logits_B1V with `last_only`).
+
+        Raises ContextFull, with the cache unchanged, when they do not fit.
+        """
+        hidden_BTD = self.hidden_rows(ids_BT, cache)
+        if last_only:
+            hidden_BTD = hidden_BTD[:, -1:]
+        logits_MV = self.module.head.rows(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]))
+        return logits_MV.view(*hidden_BTD.shape[:2], -1)
+
+    @torch.inference_mode()
+    def hidden_rows(self, ids_BT: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+        """As `forward_rows`, but the final hidden states, hidden_BTD: the head makes the logits of them."""
+        B, T = ids_BT.shape
+        if max(cache.lengths) + T > cache.capacity:
+            raise ContextFull(f"{max(cache.lengths)} + {T} tokens do not fit in a cache of {cache.capacity}")
+        start_B = torch.tensor(cache.lengths, device=self.device)
+        hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations)
+        cache.lengths = [length + T for length in cache.lengths]
+        return hidden_MD.view(B, T, -1)
+
+    def describe(self) -> dict[str, Any]:
+        between = "kernels/step.cpp" if self.device.type == "cpu" and native.refusal() is None else "torch"
+        return {**super().describe(), "architecture": self.module.architecture, "between_linears": between}

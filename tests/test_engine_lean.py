@@ -1,0 +1,185 @@
+"""The lean decoder against transformers' own forward, its kernels against their torch form, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from checkpoint_fixtures import saved, tiny
+
+from pipeline.checkpoint.load import load_decoder
+from pipeline.engine import native, step
+from pipeline.engine.cache import ContextFull
+from pipeline.engine.generate import generate
+from pipeline.engine.lean import LeanDecoder
+from pipeline.engine.linear import FullLinear, joined
+from pipeline.engine.propose import ModelProposer
+from pipeline.engine.sample import GREEDY
+
+needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "yarn-rope": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    "mistral-window": ("mistral", {"sliding_window": 8}),
+    "qwen2-biases": ("qwen2", {}),
+    "qwen2-some-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3-norms": ("qwen3", {"head_dim": 32}),
+}
+
+
+def lean_of(decoder, dtype=torch.float32):
+    """The lean decoder of a copy of its module."""
+    module = copy.deepcopy(decoder.module).to(dtype)
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            bias = None if layer.bias is None else layer.bias.data
+            module.set_submodule(name, FullLinear(torch.nn.Parameter(layer.weight.data, requires_grad=False), bias))
+    return LeanDecoder(module, decoder.max_positions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(make_decoder, family):
+    kind, config = FAMILIES[family]
+    theirs = make_decoder(3, kind, **config)
+    with torch.no_grad():
+        for name, parameter in theirs.module.named_parameters():
+            if "bias" in name or "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    ids_T = torch.randint(0, 128, (80,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = theirs.module(ids_T[None]).logits[0]
+    ours = lean_of(theirs)
+    cache = ours.new_cache(96)
+    many, few = ids_T[:70], ids_T[70:76]  # many rows, few rows, single rows: each has its own kernels
+    got = [ours.forward(many, cache), ours.forward(few, cache), *(ours.forward(i[None], cache) for i in ids_T[76:])]
+    assert (torch.cat(got) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    cache.rollback(3)
+    again = ours.forward(ids_T[3:20], cache)
+    assert (again - expected[3:20]).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms):
+    B, T, H, G, D, S = 3, 4, 6, 2, 32, 40
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(B * T, (H + 2 * G) * D, generator=generator)
+    cache = [torch.randn(B, G, S, D, generator=generator).to(dtype) for _ in range(2)]
+    weights = [torch.rand(D, generator=generator).to(dtype) for _ in range(2)] if norms else [None, None]
+    angle = torch.rand(64, D // 2, generator=generator) * 6
+    start = torch.tensor([0, 7, 36])
+    results = []
+    for op in (torch.ops.step, step.TORCH):
+        keys, values = (t.clone() for t in cache)
+        out = op.attention(qkv.clone(), *weights, 1e-5, angle.cos(), angle.sin(), start, keys, values, window)
+        results.append((out, keys.float(), values.float()))
+    for kernel, torchs in zip(*results, strict=True):
+        # a key may be rounded to the neighbouring bfloat16
+        torch.testing.assert_close(kernel, torchs, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+@needs_kernels
+def test_the_other_kernels_equal_their_torch_form():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(5, 64, generator=generator) * 30 for _ in range(2))
+    for weight in (torch.rand(64, generator=generator), torch.rand(64, generator=generator).bfloat16()):
+        one, two = x.clone(), x.clone()
+        torch.testing.assert_close(torch.ops.step.add_norm(one, y, weight, 1e-5), step.add_norm(two, y, weight, 1e-5))
+        assert torch.equal(one, two)
+    gate_up = torch.randn(5, 128, generator=generator) * 30
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -87.0])  # beyond what e^x holds
+    torch.testing.assert_close(torch.ops.step.silu_mul(gate_up), step.silu_mul(gate_up), rtol=1e-6, atol=1e-30)
+    assert torch.ops.step.silu_mul(torch.full((1, 16), float("nan"))).isnan().all()
+
+
+@needs_kernels
+def test_a_position_beyond_the_cache_is_refused_by_the_kernel():
+    qkv, table, cache = torch.zeros(2, 3 * 16), torch.zeros(64, 8), torch.zeros(1, 1, 8, 16)
+    with pytest.raises(RuntimeError, match="beyond the cache"):
+        torch.ops.step.attention(qkv, None, None, 1e-5, table, table, torch.tensor([7]), cache, cache.clone(), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", range(1, 9))
+def test_speculation_gives_the_plain_answer(tmp_path, k, dtype):
+    model = tiny("Llama")
+    saved(model, tmp_path / "target")
+    for parameter in model.parameters():
+        parameter.data += 0.3 * parameter.std() * torch.randn_like(parameter)
+    saved(model, tmp_path / "draft")
+    options = {"device": "cpu", "dtype": dtype, "pack_head": False, "trust_remote_code": False}
+    target, draft = (load_decoder(tmp_path / name, **options) for name in ("target", "draft"))
+    assert target.engine == "lean" and target.describe()["activations_dtype"] == "float32"
+    ask = {"max_new_tokens": 40, "end_ids": frozenset(), "sampling": GREEDY, "generator": None, "ignore_end": True}
+    plain = generate(target, [5, 17, 99], proposer=None, draft_len=0, **ask)
+    for decoder in (draft, target):  # a draft that is often wrong and one that is always right
+        done = generate(target, [5, 17, 99], proposer=ModelProposer(decoder, 128), draft_len=k, **ask)
+        assert done.ids == plain.ids
+        accepted, drafted = (sum(getattr(r, n) for r in done.rounds) for n in ("accepted", "drafted"))
+        assert accepted < drafted if decoder is draft else all(r.accepted == r.drafted for r in done.rounds[:-1])
+
+
+def test_rows_of_different_length_do_not_touch_each_other(make_decoder):
+    ours = lean_of(make_decoder(3))
+    prompts = [[5, 17, 99, 3], [8, 9], [1, 2, 3, 4, 5, 6, 7]]
+    cache = ours.new_cache(24, batch=3)
+    for b, prompt in enumerate(prompts):
+        row = cache.row(b)
+        ours.forward(torch.tensor(prompt), row)
+        cache.lengths[b] = row.length
+    fed = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])
+    together = ours.forward_rows(fed, cache)
+    assert cache.lengths == [7, 5, 10]
+    for b, prompt in enumerate(prompts):
+        alone = ours.new_cache(24)
+        ours.forward(torch.tensor(prompt), alone)
+        torch.testing.assert_close(together[b], ours.forward(fed[b], alone), rtol=1e-5, atol=1e-5)
+
+
+def test_joined_layers_are_the_layers_side_by_side():
+    parts = [FullLinear(torch.nn.Parameter(torch.randn(n, 16), requires_grad=False), None) for n in (8, 24)]
+    parts[1].bias = torch.randn(24)
+    whole, x = joined(parts), torch.randn(3, 16)
+    assert whole.out_features == 32
+    torch.testing.assert_close(whole.rows(x), torch.cat([p.rows(x) for p in parts], 1))
+    assert parts[0].out_features == 8 and parts[0].bias is None, "the parts stay as they were"
+    parts[1].input_order_K = torch.arange(16).flip(0)
+    assert joined(parts) is None, "act-order: each part permutes its input"
+
+
+def test_other_families_run_in_transformers_and_say_so(tmp_path):
+    options = {"device": "cpu", "dtype": torch.float32, "pack_head": False, "trust_remote_code": False}
+    saved(tiny("GPT2"), tmp_path)
+    about = load_decoder(tmp_path, **options).describe()
+    assert about["engine"] == "hf" and "GPT2LMHeadModel is not one of" in about["engine_reason"]
+    with pytest.raises(ValueError, match="use engine hf"):
+        LeanDecoder(load_decoder(tmp_path, **options).module, 64)
+
+
+def test_rotations_that_depend_on_the_text_are_left_to_transformers(make_decoder):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match="type dynamic changes with the length"):
+        LeanDecoder(make_decoder(0, rope_parameters=dynamic).module, 256)
+
+
+def test_a_full_cache_is_an_error_that_changes_nothing(make_decoder):
+    ours = lean_of(make_decoder(3))
+    cache = ours.new_cache(4)
+    ours.forward(torch.tensor([1, 2, 3]), cache)
+    with pytest.raises(ContextFull, match="3 . 2 tokens do not fit"):
+        ours.forward(torch.tensor([1, 2]), cache)
+    assert cache.length == 3
+    with pytest.raises(ContextFull, match="context of 256"):
+        ours.new_cache(257)
