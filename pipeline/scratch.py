@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def make(root: Path, folder: Path, overrides: list[str]) -> None:
         if source.is_dir():
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(source, target, ignore=NOT_COPIED, symlinks=True)
+            _make_writable(target)
         else:
-            shutil.copy2(source, target)
+            shutil.copyfile(source, target)
     archived = root / "envs/quantizers/.venv"
     if archived.exists():
         (folder / "envs/quantizers/.venv").symlink_to(archived)
@@ -39,12 +41,19 @@ def make(root: Path, folder: Path, overrides: list[str]) -> None:
         subprocess.run([*DVC, "init", "--no-scm", "--quiet"], cwd=folder, check=True)
 
 
+def _make_writable(folder: Path) -> None:
+    """A checkout may be read-only, and copies keep that: they are replaced by the next run."""
+    for path in [folder, *(p for p in folder.rglob("*") if not p.is_symlink())]:
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
+
+
 def reproduce(folder: Path) -> int:
     """`dvc repro` in `folder`; returns its exit code."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",  # the `python` of dvc.yaml is this one
         "PYTHONPATH": str(folder.resolve()),
         "DVC_NO_ANALYTICS": "true",
+        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str(Path("artifacts/kernels").resolve())),
     }
     return subprocess.run([*DVC, "repro"], cwd=folder, env=environment, check=False).returncode
 

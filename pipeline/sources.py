@@ -7,6 +7,7 @@ script, which pip starts only after the distribution's hash was found right.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -149,7 +150,7 @@ def hub_model(repo: str, revision: str, folder: Path, *, gated: bool, code: bool
     with hub_errors(repo, revision, key):
         from huggingface_hub import HfApi, snapshot_download
 
-        info = HfApi(token=token).model_info(repo, revision=revision, timeout=NETWORK_TIMEOUT_S)
+        info = HfApi(token=token).model_info(repo, revision=revision, timeout=NETWORK_TIMEOUT_S, files_metadata=True)
         check_weight_names([s.rfilename for s in info.siblings or []], f"{key}.id: {repo}")
         cached = snapshot_download(
             repo,
@@ -159,9 +160,26 @@ def hub_model(repo: str, revision: str, folder: Path, *, gated: bool, code: bool
             token=token,
             etag_timeout=NETWORK_TIMEOUT_S,
         )
+    stored = {s.rfilename: s for s in info.siblings or []}
     for source in Path(cached).iterdir():
         if _is_model_file(source, code):  # the cache may hold what others fetched
+            check_hub_hash(source, stored.get(source.name), f"{key}.revision")
             link_or_copy(source.resolve(), folder / source.name)
+
+
+def check_hub_hash(path: Path, stored: Any, key: str) -> None:
+    """Raises SourceError when a file is not the pinned commit's: by SHA-256 for large ones, else by Git's hash."""
+    large, blob = getattr(stored, "lfs", None), getattr(stored, "blob_id", None)
+    if large is not None:
+        check_sha256(path, large["sha256"] if isinstance(large, dict) else large.sha256, key)
+    elif blob is not None:
+        raw = path.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(raw) + raw, usedforsecurity=False).hexdigest()
+        if found != blob:
+            raise SourceError(
+                f"{key}: {path.name} should have Git hash {blob} but has {found}; nothing was kept. Remove the model "
+                f"from the hub's cache (`hf cache delete`) and fetch again"
+            )
 
 
 @contextlib.contextmanager
