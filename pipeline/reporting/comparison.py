@@ -24,10 +24,12 @@ Status = Literal["REGRESSION", "NOT COMPARABLE", "UNDECIDED", "worse", "better",
 ORDER: tuple[Status, ...] = ("REGRESSION", "NOT COMPARABLE", "UNDECIDED", "worse", "better", "no difference")
 Z_95 = 1.96
 OVER_BANDWIDTH = "decode over bandwidth"
+UNCONFIRMED = "alone: the machine as a whole may have moved"
 NOT_ALONE = {
-    "decode, tok/s": "judged by the lines below: the machine may have moved",
+    "decode, tok/s": UNCONFIRMED,
+    "ttft, ms": UNCONFIRMED,
     OVER_BANDWIDTH: "not confirmed by the other measure of this speed",
-    "speedup over base": "its own speed held: base became faster",
+    "speedup over base": "alone: base may have moved",
 }
 NOT_ON_FILE = "the conditions are not on file there"
 
@@ -76,6 +78,7 @@ def compare(before: Summary, after: Summary, limits: Compare, log_ppl: Mapping[s
     quality = {} if same_quality else unequal(before, after, "quality")
     floor = widest(interval_of_ends(before["noise_floor"], "ratio"), interval_of_ends(after["noise_floor"], "ratio"))
     bandwidth = _growth(before.get("bandwidth_bytes_per_s"), after.get("bandwidth_bytes_per_s"))
+    base_ttft = _ratio(*(interval_of_ends(s["arms"].get("base", {}), "ttft_ms") for s in (before, after)))
     changes: list[Change] = []
     for name, now in after["arms"].items():
         then = before["arms"].get(name)
@@ -83,7 +86,7 @@ def compare(before: Summary, after: Summary, limits: Compare, log_ppl: Mapping[s
             changes.append(Change(name, "verdict", None, now["verdict"], None, "", None, "NOT COMPARABLE", "a new row"))
             continue
         changes += _verdict(name, then, now)
-        changes += _speeds(name, then, now, limits, floor, bandwidth, bool(speed), same_timing)
+        changes += _speeds(name, then, now, limits, floor, bandwidth, base_ttft, bool(speed), same_timing)
         if not now["speculative"]:
             changes += _qualities(name, then, now, limits, log_ppl.get(name), bool(quality))
     gone = [name for name in before["arms"] if name not in after["arms"]]
@@ -141,6 +144,7 @@ def _speeds(
     limits: Compare,
     floor: Interval,
     bandwidth: float,
+    base_ttft: Interval | None,
     unlike: bool,
     same: bool,
 ) -> Iterator[Change]:
@@ -165,23 +169,25 @@ def _speeds(
     plain = judged("decode, tok/s", "decode_tok_per_s", decode, limit, grows=False)
     adjusted = judged(OVER_BANDWIDTH, "decode_tok_per_s", scaled(decode, 1 / bandwidth), limit, grows=False)
     paired = judged("speedup over base", "speedup", speedup, limit, grows=False)
-    deciding = [plain, adjusted] if name == "base" else [adjusted, paired]
-    regressed = all(c.status == "REGRESSION" for c in deciding)
-    for change in [plain, adjusted] if name == "base" else [plain, adjusted, paired]:
-        yield change if regressed and change in deciding else _softened(change)
-    yield judged("ttft, ms", "ttft_ms", ttft, limits.max_ttft_increase_pct, grows=True)
+    yield from confirmed([plain, adjusted] if name == "base" else [adjusted, paired])
+    raw, relative = (
+        judged("ttft, ms", "ttft_ms", ratio, limits.max_ttft_increase_pct, grows=True)
+        for ratio in (ttft, scaled(ttft, bandwidth) if name == "base" else ttft and base_ttft and over(ttft, base_ttft))
+    )
+    yield confirmed([raw, relative])[0]
     yield _memory(name, then, now, limits, unlike)
+
+
+def confirmed(two: list[Change]) -> list[Change]:
+    """Two measures of one speed: what only one of them shows is no regression and no gain."""
+    if len({c.status for c in two}) == 1:
+        return two
+    unsure: dict[Status, Status] = {"REGRESSION": "worse", "better": "no difference"}
+    return [replace(c, status=unsure[c.status], note=NOT_ALONE[c.metric]) if c.status in unsure else c for c in two]
 
 
 def scaled(ratio: Interval | None, factor: float) -> Interval | None:
     return ratio and Interval(ratio.value * factor, ratio.low * factor, ratio.high * factor)
-
-
-def _softened(change: Change) -> Change:
-    """A fall that the other measure of the same speed does not confirm, or only repeats."""
-    if change.status != "REGRESSION":
-        return change
-    return replace(change, status="worse", note=NOT_ALONE[change.metric])
 
 
 def graded(ratio: Interval, floor: Interval | None, limit_pct: float, good_when_greater: bool) -> Status:

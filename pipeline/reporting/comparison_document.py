@@ -81,12 +81,13 @@ def _rows(found: Comparison) -> str:
 
 
 def _table(changes: list[Change]) -> str:
-    headers = ("row", "number", "status", "before", "now", "change (95 %)", "note")
+    headers = ("row", "number", "status", "before", "now", "change (95 %)")
     return markdown.table(headers, [_cells(c) for c in changes], left=3)
 
 
 def _cells(c: Change) -> list[str]:
-    return [f"`{c.row}`", c.metric, c.status, _value(c, c.before), _value(c, c.after), _change(c), c.note]
+    status = f"{c.status}<br><sub>{c.note}</sub>" if c.note else c.status
+    return [f"`{c.row}`", c.metric, status, _value(c, c.before), _value(c, c.after), _change(c)]
 
 
 def _value(c: Change, value: float | str | None) -> str:
@@ -133,10 +134,10 @@ def _reading(limits: Compare) -> str:
         "A difference is claimed when its 95 % interval excludes none and it lies outside the noise floor (the A/A "
         "control of either run, whichever is wider). UNDECIDED: beyond the limit, but it may be noise; or the row is "
         "not OK.",
-        "**decode** compares two runs at different times, **over bandwidth** after dividing by the read bandwidth "
-        "that each run measured; **speedup over base** was formed inside each run's blocks. One fall alone is no "
-        "regression: a slower machine moves the first, a faster `base` the last. `base` has regressed when the first "
-        "two fell, another row when the last two did.",
+        "Two runs at different times compare the machine as much as the code. So a speed has changed only where two "
+        "measures of it agree: for `base` its speed as it is and **over** the read **bandwidth** of its run; "
+        "for other rows that and the **speedup over base**, formed inside each run's blocks; for **ttft** as it is and "
+        "against `base`'s.",
         "**token ppl** is paired by document where the losses of both revisions are at hand; accuracies are taken as "
         "independent, which is on the wide side; peak memory has no interval.",
         f"Limits (`report.compare`): speed {limits.max_speed_loss_pct:g} %, ttft {limits.max_ttft_increase_pct:g} %, "
