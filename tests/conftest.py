@@ -10,12 +10,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from pathlib import Path
 
 import pytest
+import yaml
 
 QUANTIZERS = Path(__file__).parents[1] / "envs/quantizers/.venv/bin/python"
 
 
+CASES = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text())
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k is applied
 def pytest_collection_modifyitems(items):
-    """Tests that this machine cannot run are skipped with the reason."""
+    """Tests that this machine cannot run are skipped with the reason; those of a case answer to its name."""
+    for item in items:
+        name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
+        for case in (case["name"] for case in CASES if name in case["tests"]):
+            item.add_marker(pytest.mark.case(case))
+        item.extra_keyword_matches |= {f"case_{mark.args[0]}" for mark in item.iter_markers("case")}
     import torch
 
     absent = {
