@@ -68,13 +68,19 @@ def _skeleton(model: Path) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from pipeline.checkpoint.files import read_object
+
     if not (model / "config.json").is_file():
         raise QuantizationError(f"{model}: no config.json there; run `dvc repro` to produce the model")
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    if getattr(config, "quantization_config", None) is not None:
+    if read_object(model / "config.json").get("quantization_config") is not None:
         raise QuantizationError(f"{model}: already quantized; give the full-precision checkpoint")
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as e:  # whatever transformers and torch make of impossible sizes
+        why = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        raise QuantizationError(f"{model / 'config.json'}: transformers refuses it ({why}); correct it") from e
 
 
 def _refuse_family(skeleton: Any, family: str, method: QuantizeMethod, backend: ModuleType) -> None:

@@ -226,5 +226,11 @@ ROWS = [
         tensors("packed", part("weight_shape", lambda t: t.float())),
         f"{LAYER}.weight_shape: F32",
     ),
-    packed("packed", "no settings file", remove("packed/config.json"), r"packed.*config\.json", "."),
+    packed(
+        "packed",
+        "no settings file",
+        remove("packed/config.json"),
+        r"packed/config\.json: not found",
+        "point at a folder",
+    ),
 ]

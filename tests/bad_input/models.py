@@ -194,6 +194,27 @@ ROWS = [
     drafted("draft: other tokens", edit(TOKENIZER, swap_ids), "draft source: id", "distil one from the target"),
     drafted("draft: no tokenizer", remove(TOKENIZER), r"source/tokenizer\.json: not found", "save the model's fast"),
     drafted("draft: a tokenizer that is none", write(TOKENIZER, "{}"), r"source/tokenizer\.json: not a tok", "again"),
+    *(
+        Row(
+            f"quantize: a config {name}",
+            "quantize@gptq model=model",
+            each(
+                put("quantize.gptq.backend", "llmcompressor"),
+                put("quantize.gptq.true_sequential", False),
+                plant,
+            ),
+            r"model/config\.json: ",
+            "correct it|again",
+        )
+        for name, plant in {
+            "that is no JSON": write("model/config.json", "{"),
+            "that is a list": write("model/config.json", "[]"),
+            "without heads": edit("model/config.json", lambda c: c.update(num_attention_heads=0)),
+            "of negative width": edit("model/config.json", lambda c: c.update(intermediate_size=-1)),
+            "with a width in words": edit("model/config.json", lambda c: c.update(hidden_size="64")),
+            "of a model that is not known": edit("model/config.json", lambda c: c.update(model_type="llama9")),
+        }.items()
+    ),
     drafted(
         "draft: an embedding that is too small",
         edit(CONFIG, lambda c: c.update(vocab_size=64)),
