@@ -143,7 +143,7 @@ class Distill:
     batch_size: int = key("answers, each with its prompt, a step", ge=1)
     learning_rate: float = key("peak learning rate (5 % warm-up, cosine down to a tenth)", gt=0)
     temperature: float = key("temperature of the KL to the target's logits", gt=0)
-    loss_vocab: int | None = key("ids of the KL, those likeliest by the target; null = all (slow: the head)", ge=2)
+    vocab: int | None = key("ids that the draft can say, the likeliest by the target; null = all (a slow head)", ge=2)
     prompt_weight: float = key("weight of a prompt's position in the loss, where an answer's has 1", ge=0)
     train_embedding: bool = key("also train the (tied) embedding")
     time_budget_s: float = key("stop training after this long; the steps done are recorded", "s", gt=0)

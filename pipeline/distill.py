@@ -1,10 +1,9 @@
 """A draft distilled from its target: some of its layers, under its own embedding, norm and head, trained to say what
 the target says. It learns from the target's own greedy answers (as in DistillSpec, arXiv:2310.08461): that is the text
-it will have to guess.
+it will have to guess. It can say the likeliest ids of that text only (as in FR-Spec, arXiv:2502.14856).
 
 What the target thinks is kept as its final hidden states, the exact and compact form of its logits: the head that turns
-one into the other is the draft's own. That head is most of a small draft's cost, so the loss uses only the ids that the
-target finds likely somewhere in the answers.
+one into the other is the draft's own. That head is most of a small draft's cost, in training and in use.
 
 Legend: B sequences, S positions, N positions of a loss, D hidden size, U ids of the loss, V vocabulary.
 """
@@ -23,7 +22,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from pipeline.checkpoint.load import load_decoder
 from pipeline.config import Distill
+from pipeline.engine.lean import LeanDecoder
 
 WARM_UP, LAST_RATE = 0.05, 0.1  # shares of the steps and of the peak learning rate
 CURVE_POINTS = 12
@@ -88,16 +89,23 @@ def choose(rows: list[dict[str, Any]], split: str, per_category: int, path: Path
 
 
 def load_target(folder: Path, device: str) -> Any:
-    """The target in float32 (training needs it, and CPUs are faster at it than at bfloat16), decoding greedily."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    """The target as a transformers module in float32: what layers are taken from, and what training needs."""
+    from transformers import AutoModelForCausalLM
 
     target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    target.to(device).eval().requires_grad_(False)
-    asked = target.generation_config
-    pad = asked.pad_token_id if asked.pad_token_id is not None else 0
-    # Nothing else of the folder's own settings: temperatures and repetition penalties would change the greedy answer.
-    target.generation_config = GenerationConfig(do_sample=False, eos_token_id=asked.eos_token_id, pad_token_id=pad)
-    return target
+    return target.to(device).eval().requires_grad_(False)
+
+
+def load_speaker(folder: Path, device: str, dtype: torch.dtype) -> LeanDecoder:
+    """The target as it decodes. Raises DistillError for an architecture that the lean engine does not know."""
+    options = {"device": device, "dtype": dtype, "pack_head": False, "trust_remote_code": False}
+    decoder = load_decoder(folder, **options)  # type: ignore[arg-type]
+    if not isinstance(decoder, LeanDecoder):
+        raise DistillError(
+            f"draft.kind: distill decodes with the lean engine, and {decoder.engine_reason}; take a draft model of its "
+            f"family (draft.kind=model) or draft=ngram"
+        )
+    return decoder
 
 
 def take_layers(target: Any, layers: list[int]) -> Any:
@@ -131,63 +139,71 @@ def take_layers(target: Any, layers: list[int]) -> Any:
     return draft
 
 
-@torch.no_grad()
-def answer(target: Any, prompts: list[dict[str, Any]], max_new_tokens: int, batch_size: int) -> list[Answer]:
-    """Greedy answers in batches of similar length, in the order of `prompts`; hidden states are caught on the way."""
-    end = target.generation_config.eos_token_id
-    ends = set(end if isinstance(end, list) else [end])
+@torch.inference_mode()
+def answer(
+    target: LeanDecoder, ends: frozenset[int], prompts: list[dict[str, Any]], max_new_tokens: int, batch_size: int
+) -> list[Answer]:
+    """Greedy answers in batches of similar length, in the order of `prompts`; hidden states are kept on the way."""
     answers: dict[int, Answer] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))
     for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
-        ids_BS, mask_BS = _pad_left([prompts[i]["input_ids"] for i in chosen], target)
-        hidden: list[torch.Tensor] = []
-        hook = target.model.register_forward_hook(lambda *call: hidden.append(call[-1].last_hidden_state))  # noqa: B023
-        try:
-            new_BS = target.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=max_new_tokens)
-        finally:
-            hook.remove()
-        hidden_BSD = torch.cat(hidden, dim=1)
-        for i, new_S, mask_S, hidden_SD in zip(chosen, new_BS, mask_BS, hidden_BSD, strict=True):
-            start = ids_BS.shape[1] - int(mask_S.sum())
-            stop = next((t + 1 for t in range(ids_BS.shape[1], len(new_S)) if int(new_S[t]) in ends), len(new_S))
-            answers[i] = Answer(
-                prompts[i]["category"],
-                int(mask_S.sum()),
-                new_S[start:stop].clone(),
-                hidden_SD[start : stop - 1].to(torch.float16),
-            )
+        together = _answer_together(target, ends, [prompts[i] for i in chosen], max_new_tokens)
+        answers |= dict(zip(chosen, together, strict=True))
     return [answers[i] for i in range(len(prompts))]
 
 
-def _pad_left(prompts: list[list[int]], target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids_BS, mask_BS), so that all prompts end, and all answers begin, at the same position."""
-    longest = max(map(len, prompts))
-    pad = target.generation_config.pad_token_id
-    ids = [[pad] * (longest - len(p)) + p for p in prompts]
-    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
-    return torch.tensor(ids, device=target.device), torch.tensor(mask, device=target.device)
+def _answer_together(
+    target: LeanDecoder, ends: frozenset[int], prompts: list[dict[str, Any]], max_new_tokens: int
+) -> list[Answer]:
+    """Each prompt is read alone, then all answers grow by a token a step; those that have ended are carried along."""
+    asked: list[list[int]] = [p["input_ids"] for p in prompts]
+    cache = target.new_cache(max(map(len, asked)) + max_new_tokens, batch=len(asked))
+    hidden: list[list[torch.Tensor]] = []
+    for b, ids in enumerate(asked):
+        row = cache.row(b)
+        hidden.append([target.hidden_rows(torch.tensor([ids], device=target.device), row)[0]])
+        cache.lengths[b] = row.length
+    new: list[list[int]] = [[] for _ in asked]
+    last_BD = torch.stack([parts[0][-1] for parts in hidden])
+    while True:
+        ids_B = target.module.head.rows(last_BD).argmax(-1)
+        going = [b for b, own in enumerate(new) if not own or own[-1] not in ends]
+        for b, token in enumerate(ids_B.tolist()):
+            if b in going:
+                new[b].append(token)
+        if len(new[going[0]]) == max_new_tokens or all(own[-1] in ends for own in new):
+            break
+        last_BD = target.hidden_rows(ids_B[:, None], cache)[:, 0]
+        for b in (b for b in going if new[b][-1] not in ends):
+            hidden[b].append(last_BD[b : b + 1])
+    return [
+        Answer(p["category"], len(ids), torch.tensor(ids + own), torch.cat(parts).to(torch.float16))
+        for p, ids, own, parts in zip(prompts, asked, new, hidden, strict=True)
+    ]
 
 
 @torch.no_grad()
-def agreement(draft: Any, answers: list[Answer]) -> dict[str, Any]:
-    """Share of the target's greedy tokens that are also the draft's, given the target's text before them.
+def agreement(draft: Any, ids_U: torch.Tensor, answers: list[Answer]) -> dict[str, Any]:
+    """Share of the target's greedy tokens that are also the draft's among `ids_U`, given the target's text before them.
 
     {"value", "tokens", "by_category": {category: {"value", "tokens"}}}: one teacher-forced pass an answer.
     """
     counts: dict[str, list[int]] = {}
     for a in answers:
         new_S = a.ids_S[a.prompt_tokens :]
-        logits_SV = draft(a.ids_S[None, :-1], logits_to_keep=len(new_S)).logits[0]
+        logits_SU = draft(a.ids_S[None, :-1].to(draft.device), logits_to_keep=len(new_S)).logits[0][:, ids_U]
         hits_tokens = counts.setdefault(a.category, [0, 0])
-        hits_tokens[0] += int((logits_SV.argmax(-1) == new_S).sum())
+        hits_tokens[0] += int((ids_U[logits_SU.argmax(-1)].cpu() == new_S).sum())
         hits_tokens[1] += len(new_S)
     rate = lambda hits, tokens: {"value": hits / tokens, "tokens": tokens}  # noqa: E731
     total = [sum(column) for column in zip(*counts.values(), strict=True)]
     return {**rate(*total), "by_category": {category: rate(*own) for category, own in sorted(counts.items())}}
 
 
-def train(draft: Any, head_VD: torch.Tensor, answers: list[Answer], recipe: Distill, seed: int) -> dict[str, Any]:
-    """Train `draft` in place towards the target's distributions; returns what was done and the loss on the way.
+def train(
+    draft: Any, head_VD: torch.Tensor, ids_U: torch.Tensor, answers: list[Answer], recipe: Distill, seed: int
+) -> dict[str, Any]:
+    """Train `draft` in place towards the target's distributions over `ids_U`; returns what was done and the loss.
 
     Equal seeds and thread counts give equal weights, unless `time_budget_s` ends training early.
     """
@@ -196,7 +212,6 @@ def train(draft: Any, head_VD: torch.Tensor, answers: list[Answer], recipe: Dist
         tokens_VD.requires_grad_(recipe.train_embedding)
     weights = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
-    ids_U = likely_ids(head_VD, answers, recipe.loss_vocab)
     losses: list[float] = []
     tokens, started = 0, time.monotonic()
     for step, batch in zip(range(recipe.steps), batches(answers, recipe, seed), strict=False):
@@ -218,7 +233,7 @@ def train(draft: Any, head_VD: torch.Tensor, answers: list[Answer], recipe: Dist
         "seconds": time.monotonic() - started,
         "tokens": tokens,
         "trainable_parameters": sum(p.numel() for p in weights),
-        "loss_ids": len(ids_U),
+        "vocab": len(ids_U),
         "loss_curve": loss_curve(losses),
     }
 

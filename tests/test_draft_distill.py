@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from pipeline import distill
 from pipeline.checkpoint import random_llama
 from pipeline.config import Distill
+from pipeline.measure.setup import end_ids
 
 RECIPE = Distill(
     layers=[0, -1],
@@ -25,12 +26,13 @@ RECIPE = Distill(
     batch_size=4,
     learning_rate=3e-3,
     temperature=1.0,
-    loss_vocab=None,
+    vocab=None,
     prompt_weight=0.0,
     train_embedding=False,
     time_budget_s=60.0,
 )
 END = 5
+ALL = torch.arange(300)
 
 
 def tiny(**changed: Any) -> LlamaConfig:
@@ -64,8 +66,9 @@ def prompts() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def answers(target, prompts):
-    return distill.answer(target, prompts, RECIPE.answer_tokens, RECIPE.answer_batch_size)
+def answers(folder, prompts):
+    speaker = distill.load_speaker(folder, "cpu", torch.float32)
+    return distill.answer(speaker, frozenset([END]), prompts, RECIPE.answer_tokens, RECIPE.answer_batch_size)
 
 
 def greedy(target, prompt: list[int], count: int) -> list[int]:
@@ -90,22 +93,23 @@ def test_answers_stop_at_the_end_token_and_ignore_the_folders_own_sampling(targe
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-    (answer,) = distill.answer(distill.load_target(tmp_path, "cpu"), prompts[:1], 12, 1)
+    speaker = distill.load_speaker(tmp_path, "cpu", torch.float32)
+    (answer,) = distill.answer(speaker, frozenset(end_ids(tmp_path)), prompts[:1], 12, 1)
     end = first.index(first[-1], len(prompts[0]["input_ids"]))
     assert answer.ids_S.tolist() == first[: end + 1]
 
 
 def test_training_lowers_the_kl_raises_agreement_and_leaves_the_embedding(target, answers):
     draft = distill.take_layers(target, RECIPE.layers)
-    before, loss_before = distill.agreement(draft, answers), reference_kl(target, draft, answers)
-    done = distill.train(draft, target.lm_head.weight, answers, RECIPE, seed=0)
-    after, loss_after = distill.agreement(draft, answers), reference_kl(target, draft, answers)
+    before, loss_before = distill.agreement(draft, ALL, answers), reference_kl(target, draft, answers)
+    done = distill.train(draft, target.lm_head.weight, ALL, answers, RECIPE, seed=0)
+    after, loss_after = distill.agreement(draft, ALL, answers), reference_kl(target, draft, answers)
     assert loss_after < 0.5 * loss_before
     assert after["value"] > before["value"] + 0.2
     assert after["tokens"] == sum(len(a.ids_S) - a.prompt_tokens for a in answers)
     assert torch.equal(draft.get_input_embeddings().weight, target.get_input_embeddings().weight)
     assert draft.lm_head.weight is draft.get_input_embeddings().weight
-    assert (done["steps"], done["loss_ids"]) == (40, 300)
+    assert (done["steps"], done["vocab"]) == (40, 300)
     curve = done["loss_curve"]
     assert curve[-1]["step"] == 40 and curve[-1]["kl_nats"] < 0.5 * curve[0]["kl_nats"]
     assert done["trainable_parameters"] == sum(p.numel() for p in draft.parameters()) - 300 * 32
@@ -141,7 +145,7 @@ def test_likely_ids_are_those_with_most_mass(target, answers):
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(target, folder, answers, tmp_path):
     def made(seed: int, where: Path) -> bytes:
         draft = distill.take_layers(target, RECIPE.layers)
-        distill.train(draft, target.lm_head.weight, answers, dataclasses.replace(RECIPE, steps=3), seed)
+        distill.train(draft, target.lm_head.weight, ALL, answers, dataclasses.replace(RECIPE, steps=3), seed)
         distill.write(draft, folder, torch.bfloat16, where)
         return (where / "model.safetensors").read_bytes()
 
@@ -167,7 +171,7 @@ def test_written_folder_loads_with_tied_head_and_the_targets_tokenizer(target, f
 
 
 def test_layers_of_all_of_the_target_are_the_target(target, answers):
-    assert distill.agreement(distill.take_layers(target, [0, 1, 2]), answers)["value"] == 1.0
+    assert distill.agreement(distill.take_layers(target, [0, 1, 2]), ALL, answers)["value"] == 1.0
 
 
 def test_layer_types_follow_the_layers():
@@ -181,7 +185,7 @@ def test_layer_types_follow_the_layers():
 def test_time_budget_stops_training_and_says_so(target, answers):
     draft = distill.take_layers(target, [0])
     done = distill.train(
-        draft, target.lm_head.weight, answers, dataclasses.replace(RECIPE, steps=10**6, time_budget_s=0.3), seed=0
+        draft, target.lm_head.weight, ALL, answers, dataclasses.replace(RECIPE, steps=10**6, time_budget_s=0.3), seed=0
     )
     assert 0 < done["steps"] < 10**6 == done["steps_asked"]
 
@@ -194,10 +198,21 @@ def test_layers_that_are_not_there_are_refused(target, layers):
         distill.take_layers(target, layers)
 
 
-def test_other_architectures_are_refused_by_name():
+def test_other_architectures_are_refused_by_name(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
     with pytest.raises(distill.DistillError, match="GPT2LMHeadModel does not have"):
         distill.take_layers(model, [0])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(distill.DistillError, match=r"lean engine, and GPT2LMHeadModel is not one of.*draft=ngram"):
+        distill.load_speaker(tmp_path, "cpu", torch.float32)
+
+
+def test_what_the_draft_cannot_say_is_a_miss(target, answers):
+    whole = distill.take_layers(target, [0, 1, 2])
+    said = sorted({i for a in answers for i in a.ids_S[a.prompt_tokens :].tolist()})
+    found = distill.agreement(whole, torch.tensor(said[1:]), answers)
+    missing = sum(a.ids_S[a.prompt_tokens :].tolist().count(said[0]) for a in answers)
+    assert missing and found["value"] == pytest.approx(1 - missing / found["tokens"])
 
 
 def test_prompts_without_the_split_are_refused(tmp_path):

@@ -36,7 +36,7 @@ RECIPE = Distill(
     batch_size=2,
     learning_rate=1e-3,
     temperature=1.0,
-    loss_vocab=100,
+    vocab=100,
     prompt_weight=0.5,
     train_embedding=False,
     time_budget_s=60.0,
@@ -90,7 +90,7 @@ def test_distill_writes_a_checkpoint_and_says_what_it_is_worth(target, prompts, 
     after = found["agreement"]["after"]
     assert after["tokens"] == sum(c["tokens"] for c in after["by_category"].values()) <= 4 * 8
     assert set(after["by_category"]) == {"code", "prose"}
-    assert found["training"]["steps"] == 4 and found["training"]["loss_ids"] == 100
+    assert found["training"]["steps"] == 4 and found["training"]["vocab"] == 100
     again = tmp_path / "again"
     draft.run(section("distill"), RUNTIME, target=target, prompts=prompts, out=again)
     assert tree_sha256(again) == tree_sha256(out)

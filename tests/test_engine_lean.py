@@ -6,14 +6,16 @@ import pytest
 import torch
 from checkpoint_fixtures import saved, tiny
 
+from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.load import load_decoder
 from pipeline.engine import native, step
+from pipeline.engine.batch import generate_batch
 from pipeline.engine.cache import ContextFull
 from pipeline.engine.generate import generate
 from pipeline.engine.lean import LeanDecoder
 from pipeline.engine.linear import FullLinear, joined
 from pipeline.engine.propose import ModelProposer
-from pipeline.engine.sample import GREEDY
+from pipeline.engine.sample import GREEDY, Sampling
 
 needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")
 LLAMA3 = {
@@ -178,8 +180,50 @@ def test_a_full_cache_is_an_error_that_changes_nothing(make_decoder):
     ours = lean_of(make_decoder(3))
     cache = ours.new_cache(4)
     ours.forward(torch.tensor([1, 2, 3]), cache)
-    with pytest.raises(ContextFull, match="3 . 2 tokens do not fit"):
+    with pytest.raises(ContextFull, match=r"3 \+ 2 tokens do not fit"):
         ours.forward(torch.tensor([1, 2]), cache)
     assert cache.length == 3
     with pytest.raises(ContextFull, match="context of 256"):
         ours.new_cache(257)
+
+
+def test_a_draft_that_can_say_few_ids_changes_no_answer(tmp_path):
+    saved(tiny("Llama"), tmp_path)
+    options = {"device": "cpu", "dtype": torch.float32, "pack_head": False, "trust_remote_code": False}
+    target = load_decoder(tmp_path, **options)
+    ask = {"max_new_tokens": 30, "end_ids": frozenset(), "generator": None, "ignore_end": True}
+    plain = generate(target, [5, 17, 99], proposer=None, draft_len=0, sampling=GREEDY, **ask)
+    said = sorted(set(plain.ids))
+    assert len(said) > 4
+    draft = load_decoder(tmp_path, vocab_ids=said[2:], **options)
+    full, few = (d.forward(torch.tensor([5, 17]), d.new_cache(2)) for d in (target, draft))
+    assert torch.equal(few, full[:, said[2:]])
+    proposer = ModelProposer(draft, 128)
+    done = generate(target, [5, 17, 99], proposer=proposer, draft_len=3, sampling=GREEDY, **ask)
+    assert done.ids == plain.ids and 0 < sum(r.accepted for r in done.rounds) < sum(r.drafted for r in done.rounds)
+    proposer.start([5, 17, 99], 20)
+    proposal = proposer.propose([5, 17, 99, 3], 4, Sampling(1.0, None, 1.0), torch.Generator().manual_seed(0))
+    assert proposal.probs_KV.shape == (4, 128) and set(proposal.ids_K.tolist()) <= set(said[2:])
+    torch.testing.assert_close(proposal.probs_KV.sum(1), torch.ones(4))
+    with pytest.raises(CheckpointError, match=r"draft_vocab\.json: its ids do not fit"):
+        load_decoder(tmp_path, vocab_ids=[128], **options)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 6])
+def test_a_batch_gives_each_sequence_its_own_answer(make_decoder, k):
+    target = lean_of(make_decoder(3))
+    draft = lean_of(make_decoder(3, noise=0.05))
+    prompts = [[5, 17, 99, 3], [8], [1, 2, 3, 4, 5, 6, 7]]
+    done = generate_batch(target, prompts, max_new_tokens=30, draft=draft if k else None, draft_len=k)
+    ask = {"end_ids": frozenset(), "sampling": GREEDY, "generator": None, "ignore_end": True}
+    alone = [generate(target, p, max_new_tokens=30, proposer=None, draft_len=0, **ask).ids for p in prompts]
+    assert done.ids == alone
+    if k == 0:
+        assert (done.rounds, done.drafted, done.accepted) == (29, 0, 0)
+        return
+    spec = [
+        generate(target, p, max_new_tokens=30, proposer=ModelProposer(draft, 128), draft_len=k, **ask) for p in prompts
+    ]
+    assert done.rounds == max(len(s.rounds) for s in spec) < 29
+    assert done.accepted == sum(r.accepted for s in spec for r in s.rounds)
+    assert done.drafted == sum(r.drafted for s in spec for r in s.rounds)

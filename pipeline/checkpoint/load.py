@@ -37,28 +37,35 @@ def load_decoder(
     trust_remote_code: bool,
     dense_from: DenseFrom | None = None,
     engine: Literal["lean", "hf"] = "lean",
+    vocab_ids: list[int] | None = None,
 ) -> Decoder:
     """A decoder in eval mode on `device`, unquantized weights in `dtype`.
 
     `engine`: lean where the architecture allows it (`Decoder.engine_reason` says why not), or transformers' own modules
-    (hf). `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes which classes of linear layer are
-    used and from how many rows each uses a plain GEMM; None takes what was measured on this machine, or measures it
-    (some ms). Raises CheckpointError for whatever in the folder does not fit together.
+    (hf). `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes which classes of linear layer
+    are used and from how many rows each uses a plain GEMM; None takes what was measured on this machine, or measures it
+    (some ms). `vocab_ids` cuts the head down to those ids (a draft need not be able to say everything). Raises
+    CheckpointError for whatever in the folder does not fit together.
     """
     checkpoint = read(folder)
     with located(folder):
         module = empty_module(checkpoint, dtype, trust_remote_code)
         reason = "asked for" if engine == "hf" else lean.refusal(module)
         activations = dtype if reason else lean.activations(device, dtype)
-        classes = chosen_classes(checkpoint, module, dtype, activations, device) if dense_from is None else set(dense_from)
+        classes = (
+            chosen_classes(checkpoint, module, dtype, activations, device) if dense_from is None else set(dense_from)
+        )
         _Filling(checkpoint, module, dtype, device, classes).fill()
         max_positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         if max_positions is None:
             raise CheckpointError("config.json: no max_position_embeddings; add the longest context of the model")
+        if vocab_ids is not None:
+            _cut_head(module, vocab_ids)
         if pack_head:
             _pack_head(module, activations, classes)
     decoder = Decoder(module, max_positions) if reason else lean.LeanDecoder(module, max_positions)
     decoder.engine_reason = reason
+    decoder.vocab_ids_U = None if vocab_ids is None else torch.tensor(vocab_ids, device=device)
     set_dense_from(
         decoder.module, measured_dense_from(decoder.module, activations) if dense_from is None else dense_from
     )
@@ -215,6 +222,16 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _cut_head(module: Any, ids: list[int]) -> None:
+    """Keep the rows of `ids` of a full-precision output head; the embedding keeps all of its own."""
+    head = module.get_output_embeddings()
+    if not isinstance(head, FullLinear) or not 0 <= min(ids) <= max(ids) < head.out_features:
+        raise CheckpointError(f"draft_vocab.json: its ids do not fit the output head, {head}; make the draft again")
+    weight = nn.Parameter(head.weight[ids].clone(), requires_grad=False)
+    name = next(n for n, m in module.named_modules() if m is head)
+    module.set_submodule(name, type(head)(weight, None if head.bias is None else head.bias[ids]))
 
 
 def _pack_head(module: Any, activations: torch.dtype, classes: set[str]) -> None:

@@ -6,7 +6,6 @@ Legend: B batch (1), H key/value heads, T new tokens, S committed + new tokens, 
 from __future__ import annotations
 
 import copy
-
 from typing import Any
 
 import torch
@@ -83,17 +82,18 @@ class Cache:
 
 
 class StaticCache:
-    """Keys and values of B sequences, allocated once: per layer [B, H, capacity, D]; `lengths` counts each sequence's
-    committed positions. `length` and `rollback` serve a batch of one, as those of `Cache`.
+    """Keys and values of B sequences, allocated once: per layer [B, H, capacity, D], beside the rotary tables of these
+    positions, [capacity, D / 2]. `lengths` counts each sequence's committed positions; `length` and `rollback` serve a
+    batch of one, as those of `Cache`.
     """
 
     def __init__(
-        self, layers: int, heads: int, head_dim: int, capacity: int, batch: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
-        self.capacity = capacity
-        shape = (batch, heads, capacity, head_dim)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        batch, _, self.capacity, _ = shape
+        self.cos_PD, self.sin_PD = cos, sin
+        self.keys = [torch.zeros(shape, dtype=dtype, device=cos.device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=cos.device) for _ in range(layers)]
         self.lengths = [0] * batch
 
     @property

@@ -29,6 +29,7 @@ class Decoder:
         self.dtype: torch.dtype = embedding.weight.dtype
         self.vocab_size: int = embedding.num_embeddings
         self.activations = self.dtype
+        self.vocab_ids_U: torch.Tensor | None = None  # the ids of the logits' columns, where the head is cut down to U
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens. Raises ContextFull when the model's context is shorter."""

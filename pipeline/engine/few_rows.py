@@ -5,6 +5,9 @@ Legend: M rows (tokens), N output channels, K input channels, G groups of K, W w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 
 from pipeline.engine import native
@@ -55,7 +58,7 @@ class FewRowsInt4Linear(PackedWeight):
     codes_NW: torch.Tensor
     scales_NG: torch.Tensor
     zeros_NG: torch.Tensor
-    output_dims = {"codes_NW": 0, "scales_NG": 0, "zeros_NG": 0}
+    output_dims: ClassVar[Mapping[str, int]] = {"codes_NW": 0, "scales_NG": 0, "zeros_NG": 0}
 
     def __init__(
         self, codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor, bias_N: torch.Tensor | None

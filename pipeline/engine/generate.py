@@ -1,8 +1,9 @@
 """One loop for plain and speculative decoding, with exact accounting.
 
-The prompt's forwards, the draft's included, give the first token (`ttft_s`); each round after it drafts up to `draft_len` tokens (0 = plain
-decoding), verifies them in one target forward over the last committed token and the drafted ones, and keeps the
-accepted prefix and one token of the target's own. Legend: K drafted, M = K + 1 verified positions, V vocabulary.
+The prompt's forwards, the draft's included, give the first token (`ttft_s`); each round after it drafts up to
+`draft_len` tokens (0 = plain decoding), verifies them in one target forward over the last committed token and the
+drafted ones, and keeps the accepted prefix and one token of the target's own. Legend: K drafted, M = K + 1 verified
+positions, V vocabulary.
 """
 
 from __future__ import annotations

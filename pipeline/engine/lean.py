@@ -73,7 +73,7 @@ class Layer(nn.Module):
 class LeanModel(nn.Module):
     """The weights of a causal LM in the order of use, taken out of a transformers module, which is emptied."""
 
-    def __init__(self, module: Any, max_positions: int) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         config = module.config
         self.config, self.architecture = config, type(module).__name__
@@ -82,11 +82,7 @@ class LeanModel(nn.Module):
         self.head_dim: int = module.model.layers[0].self_attn.head_dim
         self.embedding, self.norm, self.head = module.model.embed_tokens, module.model.norm.weight, module.lm_head
         rotation = module.model.rotary_emb
-        angle_PD = torch.arange(max_positions)[:, None] * rotation.inv_freq.float().cpu()
-        tables = ((angle_PD.cos(), angle_PD.sin()) if max_positions else ())
-        for name, table_PD in zip(("cos_PD", "sin_PD"), tables, strict=True):
-            table_PD = (table_PD * rotation.attention_scaling).to(self.embedding.weight.device)
-            self.register_buffer(name, table_PD.contiguous(), persistent=False)
+        self.frequency_D, self.rotation_scale = rotation.inv_freq.float(), rotation.attention_scaling
         self.layers = nn.ModuleList()
         for i, layer in enumerate(module.model.layers):
             self.layers.append(Layer(layer, window_of(config, i)))
@@ -108,9 +104,8 @@ class LeanModel(nn.Module):
         layer: Any
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             qkv = layer.qkv.rows(op.add_norm(x_MD, y_MD, layer.input_norm, self.eps))
-            mixed = op.attention(
-                qkv, layer.q_norm, layer.k_norm, self.eps, self.cos_PD, self.sin_PD, start_B, keys, values, layer.window
-            )
+            norms = layer.q_norm, layer.k_norm, self.eps
+            mixed = op.attention(qkv, *norms, cache.cos_PD, cache.sin_PD, start_B, keys, values, layer.window)
             y_MD = layer.o.rows(mixed)
             gate_up = layer.gate_up.rows(op.add_norm(x_MD, y_MD, layer.output_norm, self.eps))
             y_MD = layer.down.rows(op.silu_mul(gate_up))
@@ -138,15 +133,16 @@ class LeanDecoder(Decoder):
         reason = refusal(module)
         if reason is not None:
             raise ValueError(f"engine lean: {reason}; use engine hf")
-        super().__init__(LeanModel(module, max_positions), max_positions)
+        super().__init__(LeanModel(module), max_positions)
         self.activations = activations(str(self.device), self.dtype)
 
     def new_cache(self, capacity: int, batch: int = 1) -> StaticCache:  # type: ignore[override]
         self.refuse_capacity(capacity)
         model = self.module
-        return StaticCache(
-            len(model.layers), model.kv_heads, model.head_dim, capacity, batch, self.dtype, self.device
-        )
+        shape = (batch, model.kv_heads, capacity, model.head_dim)
+        angle_PD = torch.arange(capacity, device=self.device)[:, None] * model.frequency_D.to(self.device)
+        scale = model.rotation_scale
+        return StaticCache(len(model.layers), shape, self.dtype, angle_PD.cos() * scale, angle_PD.sin() * scale)
 
     def forward(self, ids_T: torch.Tensor, cache: StaticCache, last_only: bool = False) -> torch.Tensor:  # type: ignore[override]
         return self.forward_rows(ids_T[None], cache, last_only)[0]

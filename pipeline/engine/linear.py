@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,9 @@ class PackedWeight(nn.Module):
 
     bias: torch.Tensor | None
     input_order_K: torch.Tensor | None  # act-order: columns of x in the order of the weight's
-    output_dims: Mapping[str, int] = {}  # tensor -> its dimension of output channels, where several layers can be one
+    output_dims: ClassVar[
+        Mapping[str, int]
+    ] = {}  # tensor -> its dimension of output channels, where several layers can be one
 
     def __init__(self, out_features: int, in_features: int, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class PackedWeight(nn.Module):
 class FullLinear(PackedWeight):
     """A full-precision weight_NK, shared with whoever else holds it (tied heads)."""
 
-    output_dims = {"weight": 0}
+    output_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
 
     def __init__(self, weight_NK: nn.Parameter, bias_N: torch.Tensor | None) -> None:
         super().__init__(weight_NK.shape[0], weight_NK.shape[1], bias_N)
@@ -188,17 +191,18 @@ class DequantLinear(PackedWeight):
 def joined(parts: list[PackedWeight]) -> PackedWeight | None:
     """One layer whose outputs are those of `parts` in order; None where their layouts differ or cannot be joined."""
     first = parts[0]
-    alike = all(type(p) is type(first) and p.input_order_K is None and p.in_features == first.in_features for p in parts)
-    same_groups = len({getattr(p, "group_size", None) for p in parts}) == 1
-    if not (alike and same_groups and first.output_dims and all(p.joins for p in parts)):
+    kinds = {(type(p), p.in_features, getattr(p, "group_size", None)) for p in parts}
+    if len(kinds) > 1 or not first.output_dims or not all(p.joins and p.input_order_K is None for p in parts):
         return None
     whole = copy.copy(first)
     whole._parameters, whole._buffers = dict(first._parameters), dict(first._buffers)
     whole.out_features = sum(p.out_features for p in parts)
     for name, dim in first.output_dims.items():
         tensor = torch.cat([getattr(p, name).detach() for p in parts], dim)
-        own = whole._parameters if name in whole._parameters else whole._buffers
-        own[name] = nn.Parameter(tensor, requires_grad=False) if name in whole._parameters else tensor
+        if name in whole._parameters:
+            whole._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            whole._buffers[name] = tensor
     if any(p.bias is not None for p in parts):
         some = next(p.bias for p in parts if p.bias is not None)
         zeros = [some.new_zeros(p.out_features) if p.bias is None else p.bias for p in parts]
@@ -216,25 +220,32 @@ def measure_dense_from(linear: PackedWeight, dtype: torch.dtype) -> int | None:
         return None
     for rows in ROW_CANDIDATES:
         x_MK = torch.ones(rows, linear.in_features, dtype=dtype)
-        if _shortest_s(linear.dense, x_MK) < CLEAR_WIN * _shortest_s(linear.native, x_MK):
+        dense_s, native_s = _shortest_s([linear.dense, linear.native], x_MK)
+        if dense_s < CLEAR_WIN * native_s:
             return rows
     return None
 
 
 def clearly_faster(one: PackedWeight, other: PackedWeight, dtype: torch.dtype) -> bool:
     """Whether `one` beats `other`, the same layer by another kernel, for one row and for a few together."""
-    spent = dict.fromkeys((one, other), 0.0)
+    spent = [0.0, 0.0]
     for rows in FEW_ROWS:
         x_MK = torch.ones(rows, one.in_features, dtype=dtype)
-        for linear in spent:
-            spent[linear] += _shortest_s(linear.native, x_MK)
-    return spent[one] < CLEAR_WIN * spent[other]
+        spent = [a + b for a, b in zip(spent, _shortest_s([one.native, other.native], x_MK), strict=True)]
+    return spent[0] < CLEAR_WIN * spent[1]
 
 
-def _shortest_s(compute: Callable[[torch.Tensor], torch.Tensor], x_MK: torch.Tensor) -> float:
-    elapsed = []
-    for _ in range(TIMING_REPEATS):
-        started = time.perf_counter()
-        compute(x_MK)
-        elapsed.append(time.perf_counter() - started)
-    return min(elapsed)
+def _shortest_s(computes: list[Callable[[torch.Tensor], torch.Tensor]], x_MK: torch.Tensor) -> list[float]:
+    """CPU seconds of each, on one thread and in turns: another program on the machine then decides nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    elapsed: list[list[float]] = [[] for _ in computes]
+    try:
+        for _ in range(TIMING_REPEATS):
+            for own, compute in zip(elapsed, computes, strict=True):
+                started = time.thread_time()
+                compute(x_MK)
+                own.append(time.thread_time() - started)
+    finally:
+        torch.set_num_threads(threads)
+    return [min(own) for own in elapsed]

@@ -7,6 +7,8 @@ n blocks, b = B / 2.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +31,7 @@ class Int4Linear(PackedWeight):
 
     packed: torch.Tensor
     scales_and_zeros: torch.Tensor
-    output_dims = {"packed": 0, "scales_and_zeros": 1}
+    output_dims: ClassVar[Mapping[str, int]] = {"packed": 0, "scales_and_zeros": 1}
 
     def __init__(
         self,

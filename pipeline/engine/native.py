@@ -1,8 +1,8 @@
 """The C++ kernels of kernels/*.cpp, compiled once a machine and torch version, and what was measured of them there.
 
-Both are kept in the folder that the environment variable KERNELS_DIR names (else in the temporary one); the library loads
-in milliseconds. Not torch's extension loader: a build that is killed there leaves a lock on which the next process
-waits for ever. Here a process that finds no library compiles its own and renames it into place.
+Both are kept in the folder that the environment variable KERNELS_DIR names (else in the temporary one); the library
+loads in milliseconds. Not torch's extension loader: a build that is killed there leaves a lock on which the next
+process waits for ever. Here a process that finds no library compiles its own and renames it into place.
 """
 
 from __future__ import annotations
@@ -75,12 +75,11 @@ def _library(compiler: str) -> Path:
 
 
 def remembered(question: str, measure: Callable[[], Any]) -> Any:
-    """The answer (JSON) measured once on this machine for these kernels, threads and `question`, or measured now.
+    """The answer (JSON) measured once on this machine for these kernels and `question`, or measured now.
 
     A timing that decides between kernels must not come out otherwise in the next process of the same study.
     """
     path = folder() / f"choices-{key()}.json"
-    question = f"{question}, {torch.get_num_threads()} threads"
     known = _read(path)
     if question not in known:
         answer = measure()

@@ -41,7 +41,8 @@ class ModelProposer:
     def __init__(self, decoder: Decoder, target_vocab_size: int) -> None:
         self.decoder = decoder
         self.target_vocab_size = target_vocab_size
-        self.common_vocab = min(decoder.vocab_size, target_vocab_size)
+        self.ids_U = decoder.vocab_ids_U
+        self.common_vocab = min(decoder.vocab_size, target_vocab_size) if self.ids_U is None else len(self.ids_U)
         self.cache: Cache = decoder.new_cache(1)
         self.cached: list[int] = []
         self._fed = torch.empty(0, dtype=torch.long)
@@ -66,11 +67,11 @@ class ModelProposer:
         for _ in range(k):
             logits_1V = self.decoder.forward(ids_T, self.cache, last_only=True)[:, : self.common_vocab]
             if sampling.greedy:
-                ids_T = logits_1V.argmax(-1)
+                ids_T = self.ids_of(logits_1V.argmax(-1))
             else:
-                probs_1V = distribution(logits_1V, sampling)
+                probs_1V = self._widen(distribution(logits_1V, sampling))
                 ids_T = draw(probs_1V, generator)
-                probs.append(self._widen(probs_1V))
+                probs.append(probs_1V)
             drafted.append(ids_T)
         ids_K = torch.cat(drafted)
         self._fed = ids_K[:-1]  # stays on the device; read when the next call needs it
@@ -99,7 +100,14 @@ class ModelProposer:
             self._own_generator = torch.Generator(self.decoder.device).manual_seed(generator.initial_seed())
         return self._own_generator
 
+    def ids_of(self, columns_T: torch.Tensor) -> torch.Tensor:
+        """Token ids of columns of the draft's logits."""
+        return columns_T if self.ids_U is None else self.ids_U[columns_T]
+
     def _widen(self, probs_1V: torch.Tensor) -> torch.Tensor:
+        """Over the target's vocabulary; what the draft cannot say has probability 0."""
+        if self.ids_U is not None:
+            return probs_1V.new_zeros(1, self.target_vocab_size).index_copy_(1, self.ids_U, probs_1V)
         missing = self.target_vocab_size - probs_1V.shape[-1]
         return torch.nn.functional.pad(probs_1V, (0, missing)) if missing else probs_1V
 

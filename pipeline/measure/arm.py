@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pipeline import provenance
 from pipeline.checkpoint.load import dense_from_of, load_decoder
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.generate import Generation, generate
@@ -32,7 +33,7 @@ class Arm:
         self.spec = spec
         self.meter = PeakMeter(spec.device)
         self.libraries_bytes = None if self.meter.cuda else resident_bytes("VmRSS")
-        self.target = self._load(spec.target, spec.pack_head, spec.dense_from)
+        self.target = self._load(spec.target, spec.pack_head, spec.dense_from, None)
         self.draft: Decoder | None = None
         self.proposer = self._proposer(spec.draft) if spec.draft else None
         self.peak_load_bytes = self.meter.peak_bytes()
@@ -44,10 +45,12 @@ class Arm:
         if draft.folder is None:
             assert draft.ngram_max is not None
             return NgramProposer(draft.ngram_max, self.target.vocab_size, self.target.device)
-        self.draft = self._load(draft.folder, draft.pack_head, None)
+        self.draft = self._load(draft.folder, draft.pack_head, None, draft.vocab)
         return ModelProposer(self.draft, self.target.vocab_size)
 
-    def _load(self, folder: str, pack_head: bool, dense_from: dict[str, int | None] | None) -> Decoder:
+    def _load(
+        self, folder: str, pack_head: bool, dense_from: dict[str, int | None] | None, vocab: str | None
+    ) -> Decoder:
         return load_decoder(
             Path(folder),
             device=self.spec.device,
@@ -55,6 +58,7 @@ class Arm:
             pack_head=pack_head,
             trust_remote_code=self.spec.trust_remote_code,
             dense_from=dense_from,
+            vocab_ids=None if vocab is None else provenance.read_json(Path(vocab))["ids"],
         )
 
     def generate(self, prompt_ids: list[int], ask: Ask) -> Generation:
@@ -106,14 +110,16 @@ class Arm:
     def hits(self, prompt_ids: list[int], answer: list[int]) -> list[bool]:
         """One teacher-forced pass of the draft: is its choice at each answer position the answer's token?"""
         assert isinstance(self.proposer, ModelProposer) and answer
-        decoder, common_vocab = self.proposer.decoder, self.proposer.common_vocab
+        proposer = self.proposer
+        decoder = proposer.decoder
         fed = (prompt_ids + answer)[: decoder.max_positions + 1][:-1]
         ids_T = torch.tensor([i if i < decoder.vocab_size else 0 for i in fed], device=decoder.device)
         cache = decoder.new_cache(len(fed))
         before = len(prompt_ids) - 1
         if before:
             decoder.forward(ids_T[:before], cache, last_only=True)
-        choices = decoder.forward(ids_T[before:], cache)[:, :common_vocab].argmax(-1).tolist()
+        columns_T = decoder.forward(ids_T[before:], cache)[:, : proposer.common_vocab].argmax(-1)
+        choices = proposer.ids_of(columns_T).tolist()
         found = [a == b for a, b in zip(choices, answer, strict=False)]
         return found + [False] * (len(answer) - len(found))
 
@@ -183,7 +189,7 @@ class Arm:
 def precision(readback: dict[str, Any]) -> str:
     """The kernel that most linear layers run in, or the weights' dtype where that is torch's own."""
     kernel = max(readback["kernels"], key=readback["kernels"].__getitem__)
-    full = kernel.startswith(("Linear", "FullLinear"))
+    full = kernel.startswith(("Linear", "FullLinear", "FewRowsLinear"))
     return str(readback["weights_dtype"] if full else kernel)
 
 

@@ -13,15 +13,19 @@ from typing import Any, Literal
 from pipeline import provenance
 from pipeline.config import Runtime, Sampling
 
+VOCAB_FILE = "draft_vocab.json"
+
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """`kind`: as in draft.json; `folder` of its weights, or `ngram_max` for a lookup without any."""
+    """`kind`: as in draft.json; `folder` of its weights and `vocab`, the file of the ids it can say (None = all), or
+    `ngram_max` for a lookup without any."""
 
     kind: Literal["distill", "self", "ngram", "model"]
     folder: str | None
     ngram_max: int | None
     pack_head: bool
+    vocab: str | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,9 @@ def draft_for(key: str, draft: Path, quantized_draft: Path) -> tuple[DraftSpec |
     if kind == "self" and key != "base":
         return None, "draft.kind self: a quantized target would draft for itself at its own cost"
     folder = quantized_draft if kind == "self" or key != "base" else draft
-    return DraftSpec(kind, str(folder), None, pack_head(folder)), None
+    vocab = draft / VOCAB_FILE
+    own = kind == "distill" and vocab.exists()  # its quantized copy can say the same
+    return DraftSpec(kind, str(folder), None, pack_head(folder), str(vocab) if own else None), None
 
 
 def refuse_other_tokens(target: Path, draft: DraftSpec | None) -> None:

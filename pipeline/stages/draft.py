@@ -13,6 +13,7 @@ from typing import Any
 from pipeline import provenance, sources
 from pipeline.checkpoint.tokenizer import check_same_tokens
 from pipeline.config import Distill, Draft, Model, Runtime
+from pipeline.measure.setup import VOCAB_FILE, end_ids
 
 TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -57,18 +58,25 @@ def _distilled(
     held_out = distill.choose(rows, "evaluation", recipe.held_out_per_category, prompts)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)
+    started = time.monotonic()
+    speaker, ends = distill.load_speaker(target, runtime.device, getattr(torch, runtime.dtype)), end_ids(target)
+    answers, tests = (
+        distill.answer(speaker, frozenset(ends), chosen, recipe.answer_tokens, recipe.answer_batch_size)
+        for chosen in (asked, held_out)
+    )
+    del speaker
+    answered_s = time.monotonic() - started
     teacher = distill.load_target(target, runtime.device)
     draft = distill.take_layers(teacher, recipe.layers)
-    started = time.monotonic()
-    answers, tests = (
-        distill.answer(teacher, chosen, recipe.answer_tokens, recipe.answer_batch_size) for chosen in (asked, held_out)
-    )
-    answered_s = time.monotonic() - started
-    before = distill.agreement(draft, tests)
-    training = distill.train(draft, teacher.get_output_embeddings().weight, answers, recipe, runtime.seed)
-    after = distill.agreement(draft, tests)
+    head_VD = teacher.get_output_embeddings().weight
+    ids_U = distill.likely_ids(head_VD, answers, recipe.vocab)
+    before = distill.agreement(draft, ids_U, tests)
+    training = distill.train(draft, head_VD, ids_U, answers, recipe, runtime.seed)
+    after = distill.agreement(draft, ids_U, tests)
     depth = teacher.config.num_hidden_layers
     distill.write(draft, target, getattr(torch, runtime.dtype), folder)
+    if recipe.vocab is not None:
+        provenance.write_json(folder / VOCAB_FILE, {"ids": ids_U.tolist()})
     return {"layers": [layer % depth for layer in recipe.layers], "target_layers": depth}, {
         "common_vocab_size": check_same_tokens(target, folder),
         "parameters": sum(p.numel() for p in draft.parameters()),
