@@ -10,7 +10,6 @@ Legend: B sequences, S positions, N positions of a loss, D hidden size, U ids of
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -63,14 +62,6 @@ class Answer:
     def first(self) -> int:
         """The position that predicts the first token of the answer."""
         return self.prompt_tokens - 1
-
-
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Raises DistillError when the file of stage `prompts` is absent."""
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except FileNotFoundError:
-        raise DistillError(f"{path}: not found; run `dvc repro prompts` to produce it") from None
 
 
 def choose(rows: list[dict[str, Any]], split: str, per_category: int, path: Path) -> list[dict[str, Any]]:

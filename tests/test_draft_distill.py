@@ -220,5 +220,3 @@ def test_prompts_without_the_split_are_refused(tmp_path):
     assert len(distill.choose(rows, "evaluation", 1, tmp_path)) == 2
     with pytest.raises(distill.DistillError, match=r"no prompt is in the calibration split, .*draft=ngram"):
         distill.choose(rows, "calibration", 1, tmp_path)
-    with pytest.raises(distill.DistillError, match="not found"):
-        distill.read_prompts(tmp_path / "absent.jsonl")

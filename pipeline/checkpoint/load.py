@@ -85,8 +85,10 @@ def empty_module(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: 
             return AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
             )
-    except (ValueError, KeyError, OSError) as e:
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: transformers refuses it ({e})") from e
+    except Exception as e:  # an impossible shape fails wherever it is first used
+        why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        path = checkpoint.folder / "config.json"
+        raise CheckpointError(f"{path}: transformers refuses it ({why}); correct it") from e
 
 
 class _Filling:

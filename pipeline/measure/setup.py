@@ -13,6 +13,8 @@ from typing import Any, Literal
 from pipeline import provenance
 from pipeline.config import Runtime, Sampling
 
+TARGETS = ("base", "gptq", "awq")
+KINDS = ("distill", "self", "ngram", "model")
 VOCAB_FILE = "draft_vocab.json"
 
 
@@ -98,12 +100,8 @@ def read_prompts(path: Path, per_category: int, key: str) -> PromptSet:
 
     `key`: the configuration key that asked for so many, for the message.
     """
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except FileNotFoundError:
-        raise ValueError(f"{path}: not found; run `dvc repro prompts` to produce it") from None
     found: dict[str, list[Prompt]] = {}
-    for row in rows:
+    for row in prompt_rows(path):
         if row["split"] == "evaluation":
             found.setdefault(row["category"], []).append(Prompt(row["id"], row["category"], row["input_ids"]))
     if not found:
@@ -117,11 +115,39 @@ def read_prompts(path: Path, per_category: int, key: str) -> PromptSet:
     return PromptSet({category: prompts[:per_category] for category, prompts in sorted(found.items())})
 
 
+def prompt_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of the file of stage `prompts`, all splits. Raises ValueError naming the line that is not one of its own."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"{path}: not found; run `dvc repro prompts` to produce it") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            words = all(isinstance(row[name], str) for name in ("id", "category", "split"))
+            good = words and row["input_ids"] and all(type(i) is int and i >= 0 for i in row["input_ids"])
+        except (ValueError, KeyError, TypeError):
+            good = False
+        if not good:
+            raise ValueError(f"{path}: line {number} is not a prompt; delete the file and run `dvc repro prompts`")
+        rows.append(row)
+    return rows
+
+
 def refuse_beyond_context(
     checkpoint: Path, prompts: PromptSet, max_new_tokens: int, draft_len: int, section: str
 ) -> None:
-    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in the model's context."""
-    context = provenance.read_json(checkpoint / "config.json").get("max_position_embeddings")
+    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in the model's context, or
+    a prompt's tokens not in its vocabulary."""
+    config = provenance.read_json(checkpoint / "config.json")
+    context, vocabulary = config.get("max_position_embeddings"), config.get("vocab_size")
+    strange = next((p for p in prompts.all if vocabulary is not None and max(p.ids) >= vocabulary), None)
+    if strange is not None:
+        raise ValueError(
+            f"{section}: prompt {strange.id} has token {max(strange.ids)}, but the vocabulary of {checkpoint} ends at "
+            f"{vocabulary - 1}; run `dvc repro prompts` for this model"
+        )
     longest = max(prompts.all, key=lambda prompt: len(prompt.ids))
     needed = len(longest.ids) + max_new_tokens + draft_len
     if context is not None and needed > context:
@@ -138,7 +164,10 @@ def end_ids(checkpoint: Path) -> list[int]:
         path = checkpoint / name
         found = provenance.read_json(path).get("eos_token_id") if path.exists() else None
         if found is not None:
-            return sorted(found) if isinstance(found, list) else [found]
+            ends = found if isinstance(found, list) else [found]
+            if not all(type(i) is int and i >= 0 for i in ends):
+                raise ValueError(f"{path}: eos_token_id is {found!r}, a token id is due; correct it")
+            return sorted(ends)
     return []
 
 
@@ -153,8 +182,12 @@ def draft_for(key: str, draft: Path, quantized_draft: Path) -> tuple[DraftSpec |
 
     Kind self: the target's own quantized copy drafts for it; a quantized target has no cheaper self.
     """
+    if key not in TARGETS:
+        raise ValueError(f"speculate@{key}: no such target; known: {', '.join(TARGETS)}")
     about = provenance.read_json(draft / "draft.json")
-    kind = about["kind"]
+    kind = about.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"{draft / 'draft.json'}: kind is {kind!r}, known: {', '.join(KINDS)}; run `dvc repro draft`")
     if kind == "ngram":
         return DraftSpec(kind, None, about["ngram_max"], pack_head=False), None
     if kind == "self" and key != "base":

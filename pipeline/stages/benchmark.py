@@ -111,7 +111,9 @@ def speculative_row(target: str, record: Path, inputs: dict[str, str], draft: Pa
 
 def draft_len_of(sweep: dict[str, Any]) -> tuple[int, str | None]:
     """(K, note) to show in the matrix: at least 1."""
-    best = sweep["best_draft_len"]
+    best = sweep.get("best_draft_len")
+    if not isinstance(best, int):
+        raise ValueError(f"best_draft_len of a speculate record is {best!r}; run `dvc repro speculate` again")
     if best >= 1:
         return best, None
     points = [p for p in sweep["curve"] if p["draft_len"] >= 1 and p["measured"]]

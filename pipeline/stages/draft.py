@@ -13,7 +13,7 @@ from typing import Any
 from pipeline import provenance, sources
 from pipeline.checkpoint.tokenizer import check_same_tokens
 from pipeline.config import Distill, Draft, Model, Runtime
-from pipeline.measure.setup import VOCAB_FILE, end_ids
+from pipeline.measure.setup import VOCAB_FILE, end_ids, prompt_rows
 
 TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
@@ -53,7 +53,7 @@ def _distilled(
 
     from pipeline import distill
 
-    rows = distill.read_prompts(prompts)
+    rows = prompt_rows(prompts)
     asked = distill.choose(rows, "calibration", recipe.prompts_per_category, prompts)
     held_out = distill.choose(rows, "evaluation", recipe.held_out_per_category, prompts)
     if runtime.threads:

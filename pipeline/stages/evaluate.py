@@ -6,12 +6,12 @@ the baseline, baseline_logits.safetensors. Speculative decoding has no row here:
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import provenance
+from pipeline import provenance, readers
+from pipeline.checkpoint.files import read_object
 from pipeline.config import ConfigError, Evaluate, Model, Runtime
 from pipeline.measure import baseline as reference
 from pipeline.measure import harness, memory, passages, quality, setup
@@ -32,14 +32,12 @@ def run(
     baseline: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate `checkpoint`; `baseline` is the out folder of evaluate@base, and absent there."""
-    from transformers import AutoTokenizer
-
     check_key(key, baseline)
     harness.check_tasks(evaluate.tasks)
     check_window(evaluate.window_tokens, checkpoint)
     documents = held_out(corpus)
     rows = harness.build_rows(documents, evaluate, runtime.seed)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=model.trust_remote_code)
+    tokenizer = quality.load_tokenizer(checkpoint)
     streams = build_streams(documents, tokenizer, evaluate, runtime.seed)
     stream_sha256 = streams_sha256(streams, evaluate)
     base = None if baseline is None else reference.read(baseline, stream_sha256)
@@ -87,9 +85,7 @@ def check_key(key: str, baseline: Path | None) -> None:
 
 def check_window(window_tokens: int, checkpoint: Path) -> None:
     """Raises ConfigError when a window does not fit the model's context."""
-    from transformers import PretrainedConfig
-
-    settings = PretrainedConfig.get_config_dict(str(checkpoint))[0]
+    settings = read_object(checkpoint / "config.json")
     settings = settings.get("text_config", settings)
     context = settings.get("max_position_embeddings") or settings.get("n_positions")
     if context is not None and window_tokens > context:
@@ -101,11 +97,11 @@ def check_window(window_tokens: int, checkpoint: Path) -> None:
 
 def held_out(corpus: Path) -> list[dict[str, Any]]:
     """Documents of the evaluation split. Raises NothingToEvaluate when there are none."""
-    lines = (corpus / "documents.jsonl").read_text(encoding="utf-8").splitlines()
-    documents = [d for d in map(json.loads, lines) if d["split"] == "evaluation"]
+    rows = readers.read_documents(corpus)
+    documents = [d for d in rows if d["split"] == "evaluation"]
     if not documents:
         raise harness.NothingToEvaluate(
-            f"{corpus / 'documents.jsonl'}: none of {len(lines)} documents is in the evaluation split; "
+            f"{corpus / 'documents.jsonl'}: none of {len(rows)} documents is in the evaluation split; "
             f"widen corpus.*.evaluation_documents"
         )
     return documents
@@ -129,6 +125,7 @@ def load(checkpoint: Path, runtime: Runtime, trust_remote_code: bool) -> Decoder
         dtype=getattr(torch, runtime.dtype),
         pack_head=setup.pack_head(checkpoint),
         trust_remote_code=trust_remote_code,
+        engine="hf",
     )
     set_dense_from(decoder.module, {name: rows and 1 for name, rows in dense_from_of(decoder).items()})
     return decoder

@@ -43,7 +43,11 @@ def run(
     Raises QuantizationError or CheckpointError, one line, before slow work wherever the cause can be known by then.
     """
     draft = model / "draft.json"
-    kind = provenance.read_json(draft)["kind"] if draft.exists() else None
+    kind = None
+    if draft.exists():
+        kind = provenance.read_json(draft).get("kind")
+        if kind is None:
+            raise QuantizationError(f"{draft}: has no kind; run `dvc repro draft` again")
     if kind == "self" and target is None:
         raise QuantizationError(f"{draft}: the draft is the target itself; give target=PATH, which is then quantized")
     source = target if kind == "self" and target is not None else model
@@ -129,7 +133,12 @@ def read_rows(path: Path, plan: Plan) -> list[list[int]]:
 
     if not path.exists():
         raise QuantizationError(f"{path}: not found; run `dvc repro calibrate` to produce it")
-    rows = [[int(i) for i in ids] for ids in pd.read_parquet(path).sort_values("row")["input_ids"] if len(ids)]
+    try:
+        table = pd.read_parquet(path).sort_values("row")
+        rows = [[int(i) for i in ids] for ids in table["input_ids"] if len(ids)]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        why = " ".join(str(e).split())[:200]
+        raise QuantizationError(f"{path}: not calibration rows ({why}); run `dvc repro calibrate` again") from None
     if not rows:
         raise QuantizationError(f"{path}: no calibration row with tokens; raise calibration.rows or widen the corpus")
     highest = max(max(row) for row in rows)

@@ -1,0 +1,103 @@
+"""What is compared: one object a decoder, all with the same `run(prompt_ids, tokens) -> Timed`, models loaded once."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline import provenance
+from pipeline.checkpoint.load import load_decoder
+from pipeline.engine.decoder import Decoder
+from pipeline.engine.generate import generate
+from pipeline.engine.propose import ModelProposer
+from pipeline.engine.sample import GREEDY
+
+
+@dataclass(frozen=True)
+class Timed:
+    """`tokens` produced after the first in `seconds`; `ttft_s` up to the first one."""
+
+    tokens: int
+    seconds: float
+    ttft_s: float
+
+
+def load(folder: Path, *, pack_head: bool = False, vocab: Path | None = None) -> Decoder:
+    ids = provenance.read_json(vocab)["ids"] if vocab is not None and vocab.exists() else None
+    options = {"device": "cpu", "dtype": torch.bfloat16, "trust_remote_code": False}
+    return load_decoder(folder, pack_head=pack_head, vocab_ids=ids, **options)  # type: ignore[arg-type]
+
+
+class Ours:
+    """This engine, plain or with a draft of its own."""
+
+    def __init__(self, target: Decoder, draft: Decoder | None = None, draft_len: int = 0) -> None:
+        self.target, self.draft_len = target, draft_len
+        self.proposer = ModelProposer(draft, target.vocab_size) if draft is not None else None
+
+    def run(self, prompt_ids: list[int], tokens: int) -> Timed:
+        done = generate(
+            self.target,
+            prompt_ids,
+            max_new_tokens=tokens,
+            end_ids=frozenset(),
+            proposer=self.proposer,
+            draft_len=self.draft_len,
+            sampling=GREEDY,
+            generator=None,
+            ignore_end=True,
+        )
+        return Timed(len(done.ids) - 1, done.decode_s, done.ttft_s)
+
+
+class Clock:
+    """A streamer for transformers' generate: when the first and the last new tokens came, and how many there were."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, int]] = []
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.calls.append((time.perf_counter(), ids.numel()))
+
+    def end(self) -> None:
+        pass
+
+
+class Transformers:
+    """transformers' generate in bfloat16, alone or assisted by a draft that drafts `draft_len` tokens in each round."""
+
+    def __init__(self, target: Any, draft: Any = None, draft_len: int = 0) -> None:
+        self.target, self.draft = target, draft
+        if draft is not None:
+            settings = draft.generation_config
+            settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = draft_len, "constant"
+            settings.assistant_confidence_threshold = 0.0  # otherwise a round ends where the draft is unsure
+
+    @staticmethod
+    def load(folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+    @torch.inference_mode()
+    def run(self, prompt_ids: list[int], tokens: int) -> Timed:
+        ids = torch.tensor([prompt_ids])
+        clock = Clock()
+        assisted = {} if self.draft is None else {"assistant_model": self.draft}
+        started = time.perf_counter()
+        self.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            streamer=clock,
+            **assisted,
+        )
+        first, *later = clock.calls[1:]  # the first call brings the prompt
+        extra = first[1] - 1 + sum(n for _, n in later)  # a round may bring several tokens at once
+        return Timed(extra, later[-1][0] - first[0], first[0] - started)
