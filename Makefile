@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := true
 
-.PHONY: bench help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
+.PHONY: bench verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -65,6 +65,12 @@ plan: setup ## what an experiment needs: make plan EXPERIMENT=llama3_8b
 compare: setup ## these results against another commit's, exit 1 on a regression: make compare BASE=main
 	@test -n "$(BASE)" || { echo "error: BASE is not set; make compare BASE=main" >&2; exit 2; }
 	@python -m pipeline.compare --base "$(BASE)"
+
+verify: setup ## an experiment twice in clean folders, compared: make verify [EXPERIMENT=smoke]
+	python -m pipeline.verify $(if $(EXPERIMENT),experiment=$(EXPERIMENT))
+
+torture: setup ## the smoke graph killed KILLS times at random moments, into reports/torture.json
+	python -m tests.torture --kills $(or $(KILLS),50)
 
 bench: setup ## this engine beside transformers on the default artifacts, into reports/bench/ (quiet machine, minutes)
 	python -m bench.decoding

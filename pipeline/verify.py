@@ -1,0 +1,131 @@
+"""`python -m pipeline.verify [OVERRIDE ...]`: the chosen experiment twice, in two clean folders; what is the same.
+
+Calibration rows, checkpoints, answers, acceptance traces, perplexities and KL must be identical to the byte; speeds
+must agree within their intervals. Writes reports/verify.md; exit code 1 when something that no clock decides differs.
+`make verify` is this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import provenance, scratch
+from pipeline.measure.statistics import Interval
+
+TARGETS = ("base", "gptq", "awq")
+ARTIFACTS = (
+    "target",
+    "corpus",
+    "calibration",
+    "prompts.jsonl",
+    "draft",
+    "quantized/gptq",
+    "quantized/awq",
+    "quantized/draft",
+    *(f"evaluate/{key}" for key in TARGETS),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing compared: `same` is None where it could not be (a row without an interval)."""
+
+    name: str
+    kind: str
+    same: bool | None
+    detail: str
+
+
+def fixed_results(folder: Path) -> dict[str, Any]:
+    """What no clock decides, of a finished graph: hashes of artifacts, answers and traces, scores."""
+    found: dict[str, Any] = {
+        name: provenance.tree_sha256(path) for name in ARTIFACTS if (path := folder / "artifacts" / name).exists()
+    }
+    for key in TARGETS:
+        trace = provenance.read_json(folder / f"artifacts/speculate/{key}/trace.json")
+        found[f"answers of {key}"] = [[t["prompt"], t["ids"]] for t in trace]
+        found[f"acceptance trace of {key}"] = [[t["prompt"], t["hits"]] for t in trace]
+        metrics = provenance.read_json(folder / f"artifacts/metrics/evaluate@{key}.json")["metrics"]
+        found[f"perplexity of {key}"] = metrics["token_ppl"]
+        found[f"tasks of {key}"] = metrics["tasks"]
+        if key != "base":
+            found[f"divergence of {key} from base"] = metrics["against_base"]
+    return found
+
+
+def compare(first: Path, second: Path) -> list[Row]:
+    """Everything of `fixed_results`, then the speed of each arm."""
+    a, b = fixed_results(first), fixed_results(second)
+    rows = []
+    for name in sorted({*a, *b}, key=list({**a, **b}).index):
+        same = a.get(name) == b.get(name)
+        rows.append(Row(name, "identical", same, "" if same else first_difference(a.get(name), b.get(name), "")))
+    arms = [provenance.read_json(folder / "reports/metrics.json")["arms"] for folder in (first, second)]
+    return rows + [_speed(name, arms[0][name], arms[1][name]) for name in arms[0]]
+
+
+def _speed(name: str, one: dict[str, Any], two: dict[str, Any]) -> Row:
+    intervals = []
+    for arm in (one, two):
+        ends = [float(e) for end in ("", "_low", "_high") if (e := arm.get(f"decode_tok_per_s{end}")) is not None]
+        if len(ends) < 3:
+            return Row(f"speed of {name}", "within intervals", None, "no interval: too few blocks in the time budget")
+        intervals.append(Interval(*ends))
+    shown = " and ".join(f"{i.value:.1f} ({i.low:.1f}–{i.high:.1f})" for i in intervals)
+    return Row(f"speed of {name}", "within intervals", intervals[0].overlaps(intervals[1]), f"{shown} tok/s")
+
+
+def first_difference(one: Any, two: Any, where: str) -> str:
+    """The first place in which two results differ, and both values, cut short."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        key = next((k for k in {**one, **two} if one.get(k) != two.get(k)), None)
+        return "" if key is None else first_difference(one.get(key), two.get(key), f"{where}.{key}")
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        index = next((i for i, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]), None)
+        return "" if index is None else first_difference(one[index], two[index], f"{where}[{index}]")
+    return f"{where or 'hash'}: {str(one)[:60]} and {str(two)[:60]}"
+
+
+def markdown(experiment: str, rows: list[Row]) -> str:
+    from tabulate import tabulate
+
+    say: Callable[[bool | None], str] = lambda same: {True: "yes", False: "**no**", None: "not compared"}[same]  # noqa: E731
+    differing = [r for r in rows if r.same is False and r.kind == "identical"]
+    sentence = "Two runs in clean folders gave the same answer." if not differing else "Two runs differ: see below."
+    table = tabulate([[r.name, r.kind, say(r.same), r.detail] for r in rows], ["", "due", "so", ""], tablefmt="github")
+    return f"# {experiment}: the same twice?\n\n{sentence}\n\n{table}\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.verify", description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides, such as experiment=smoke; none: the default")
+    parser.add_argument("--folder", type=Path, default=Path("artifacts/verify"))
+    parser.add_argument("--out", type=Path, default=Path("reports/verify.md"))
+    args = parser.parse_args(argv)
+    folders = [args.folder / name for name in ("first", "second")]
+    try:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+            scratch.make(Path.cwd(), folder, args.overrides)
+            code = scratch.reproduce(folder)
+            if code:
+                print(f"error: {folder}: `dvc repro` failed with exit code {code}; see above", file=sys.stderr)
+                return 1
+        rows = compare(*folders)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    name = provenance.read_json(folders[0] / "reports/metrics.json")["name"]
+    provenance.write_text(args.out, markdown(name, rows))
+    print(args.out.read_text())
+    return int(any(r.same is False and r.kind == "identical" for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

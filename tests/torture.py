@@ -1,0 +1,211 @@
+"""`python -m tests.torture --kills 50`: the smoke graph, killed again and again, ends with the results of a quiet run.
+
+A run of `dvc repro` in a scratch folder is hit after a random time: SIGINT, SIGTERM or SIGKILL, to DVC, to the stage or
+to one of its workers. After each kill: no process is left, what is finished stays finished, and the next plain run goes
+on. Once the graph is done its results are wiped and it starts again, until the kills are spent; each completed graph
+must equal the undisturbed one in everything that no clock decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from pipeline import provenance, scratch
+from pipeline.verify import fixed_results
+
+ROOT = Path(__file__).parents[1]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+VICTIMS = ("dvc", "stage", "worker")
+GONE_WITHIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One hit: `left` names processes that outlived it, `redone` finished stages that ran again; both must be empty."""
+
+    signal: str
+    victim: str
+    stage: str | None
+    after_s: float
+    left: list[str]
+    redone: list[str]
+
+    @property
+    def survived(self) -> bool:
+        return not self.left and not self.redone
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(folder),
+        "DVC_NO_ANALYTICS": "true",
+        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str(ROOT / "artifacts/kernels")),
+    }
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    log = (folder / "torture.log").open("a")
+    command = [sys.executable, "-m", "dvc", "repro"]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(folder), stdout=log, stderr=log, text=True, start_new_session=True
+    )
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """Everything that runs in `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if Path(process.cwd()).is_relative_to(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def kind_of(process: psutil.Process) -> str | None:
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.Error:
+        return None
+    if "-m dvc" in words:
+        return "dvc"
+    if "pipeline.measure.worker" in words:
+        return "worker"
+    return "stage" if "-m pipeline " in words and not words.startswith("/bin/sh") else None
+
+
+def stage_of(process: psutil.Process) -> str | None:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return None
+    return words[words.index("pipeline") + 1] if "pipeline" in words else None
+
+
+def finished(folder: Path) -> dict[str, Any]:
+    """Stages in dvc.lock, with the hashes of what they wrote."""
+    path = folder / "dvc.lock"
+    if not path.exists():
+        return {}
+    stages = yaml.safe_load(path.read_text())["stages"]
+    return {name: entry.get("outs") for name, entry in stages.items() if name not in ("environment", "track")}
+
+
+def hit(folder: Path, draw: random.Random) -> Kill | None:
+    """Start a run and kill one of its processes after a random time; None when the graph was done before."""
+    before = finished(folder)
+    seen = (folder / "torture.log").stat().st_size if (folder / "torture.log").exists() else 0
+    running = start(folder)
+    sent, wanted = draw.choice(SIGNALS), draw.choice(VICTIMS)
+    started, wait_s = time.monotonic(), draw.uniform(3, 25)
+    while time.monotonic() - started < wait_s and running.poll() is None:
+        time.sleep(0.05)
+    if running.poll() is not None:
+        return None
+    alive = {kind: p for p in processes(folder) if (kind := kind_of(p)) is not None}
+    stage = stage_of(alive["stage"]) if "stage" in alive else None
+    victim = wanted if wanted in alive else "stage" if "stage" in alive else "dvc"
+    try:
+        alive[victim].send_signal(sent)
+    except (psutil.Error, KeyError):
+        return None
+    killed_at = time.monotonic()
+    while time.monotonic() - killed_at < GONE_WITHIN_S and (running.poll() is None or processes(folder)):
+        if running.poll() is None and victim == "worker" and time.monotonic() - killed_at > GONE_WITHIN_S / 2:
+            break  # a stage that is done with the worker goes on
+        time.sleep(0.1)
+    left = [f"{kind_of(p)} {p.pid}" for p in processes(folder)] if running.poll() is not None else []
+    if running.poll() is None:
+        end_all(folder, running)
+    with (folder / "torture.log").open() as log:
+        log.seek(seen)
+        ran = [line.split("'")[1] for line in log if line.startswith("Running stage '")]
+    return Kill(sent.name, victim, stage, round(killed_at - started, 1), left, sorted(set(ran) & set(before)))
+
+
+def end_all(folder: Path, running: subprocess.Popen[str]) -> None:
+    for process in processes(folder):
+        process.kill()
+    running.wait()
+
+
+def wipe(folder: Path) -> None:
+    for name in ("artifacts", "dvc.lock", "reports", "mlflow.db", ".dvc/cache", ".dvc/tmp"):
+        subprocess.run(["rm", "-rf", str(folder / name)], check=True)
+
+
+def torture(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """The record of all kills; `equal`: each completed graph gave the undisturbed results."""
+    draw = random.Random(seed)
+    scratch.make(ROOT, folder, ["experiment=smoke"])
+    wipe(folder)
+    undisturbed_s = finish(folder)
+    due = fixed_results(folder)
+    wipe(folder)
+    hits: list[Kill] = []
+    graphs, equal = 0, True
+    while len(hits) < kills:
+        kill = hit(folder, draw)
+        if kill is not None:
+            hits.append(kill)
+            print(f"{len(hits)}/{kills} {kill}", file=sys.stderr)
+        if kill is None or len(hits) == kills:
+            finish(folder)
+            graphs, equal = graphs + 1, equal and fixed_results(folder) == due
+            wipe(folder)
+    counts = {s.name: sum(h.survived for h in hits if h.signal == s.name) for s in SIGNALS}
+    by_stage: dict[str, int] = {}
+    for h in hits:
+        by_stage[h.stage or "between stages"] = by_stage.get(h.stage or "between stages", 0) + 1
+    return {
+        "kills": len(hits),
+        "survived": sum(h.survived for h in hits),
+        "survived_by_signal": counts,
+        "kills_by_victim": {v: sum(h.victim == v for h in hits) for v in VICTIMS},
+        "kills_by_stage": dict(sorted(by_stage.items())),
+        "completed_graphs": graphs,
+        "results_equal_undisturbed": equal,
+        "undisturbed_graph_s": round(undisturbed_s),
+        "not_survived": [asdict(h) for h in hits if not h.survived],
+    }
+
+
+def finish(folder: Path) -> float:
+    """A plain run to the end; returns its seconds. Raises RuntimeError when it fails."""
+    started = time.monotonic()
+    running = start(folder)
+    if running.wait() != 0:
+        raise RuntimeError(f"{folder}/torture.log: a plain run after a kill failed with exit code {running.returncode}")
+    return time.monotonic() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("artifacts/torture"))
+    parser.add_argument("--out", type=Path, default=Path("reports/torture.json"))
+    args = parser.parse_args()
+    record = torture(args.folder.resolve(), args.kills, args.seed)
+    provenance.write_json(args.out, record)
+    print(json.dumps(record, indent=1))
+    return 0 if record["survived"] == record["kills"] and record["results_equal_undisturbed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
