@@ -160,6 +160,10 @@ def main(argv: list[str] | None = None) -> int:
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
     signal.signal(signal.SIGTERM, _terminate)
+    if "DVC_STAGE" in os.environ:  # a killed `dvc repro` is not to leave a stage that goes on without it
+        from pipeline.measure.worker import die_with_parent
+
+        die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)
         run_stage(stage, key, paths, config.load(params_path))

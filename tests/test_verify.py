@@ -53,7 +53,12 @@ def test_times_in_a_trace_do_not_count(folders):
 @pytest.mark.parametrize(
     ("file", "edit", "name", "detail"),
     [
-        ("artifacts/speculate/gptq/trace.json", lambda t: t[0]["ids"].reverse(), "answers of gptq", "[0][1][0]: 1 and 3"),
+        (
+            "artifacts/speculate/gptq/trace.json",
+            lambda t: t[0]["ids"].reverse(),
+            "answers of gptq",
+            "[0][1][0]: 1 and 3",
+        ),
         (
             "artifacts/speculate/awq/trace.json",
             lambda t: t[0].update(hits=[True, True]),
@@ -67,7 +72,7 @@ def test_times_in_a_trace_do_not_count(folders):
             ".kl: 0.1 and 0.2",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_difference_is_named_with_its_place(folders, file, edit, name, detail):
     change(folders[1] / file, edit)
     assert differing(folders) == {name: detail}

@@ -154,10 +154,10 @@ class Workers:
         self.open = {}
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Linux: SIGKILL for this process when its parent ends. Elsewhere the end of stdin does it, between commands."""
+def die_with_parent(parent_pid: int, by: signal.Signals) -> None:
+    """Linux: a signal for this process when its parent ends. Elsewhere the end of stdin does it, between commands."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:
         sys.exit(1)  # it ended before the call above
 
@@ -210,7 +210,7 @@ def serve(lines: Iterator[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes stdin, so that Ctrl-C gives one message, not nine
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
