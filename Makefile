@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := true
 
-.PHONY: bench verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
+.PHONY: bench sweep verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -65,6 +65,12 @@ plan: setup ## what an experiment needs: make plan EXPERIMENT=llama3_8b
 compare: setup ## these results against another commit's, exit 1 on a regression: make compare BASE=main
 	@test -n "$(BASE)" || { echo "error: BASE is not set; make compare BASE=main" >&2; exit 2; }
 	@python -m pipeline.compare --base "$(BASE)"
+
+# jobs share this machine's cores: one after the other
+sweep: setup ## quality against size over settings, into reports/sweep.md: make sweep [GRID='quantize.gptq.bits=3,4']
+	python -m pipeline.sweep --multirun $(or $(GRID),quantize.gptq.group_size=32,64,128) \
+		'sweep.stages=[quantize@gptq,evaluate@gptq,quantize@awq,evaluate@awq]'
+	python -m pipeline.tradeoff
 
 verify: setup ## an experiment twice in clean folders, compared: make verify [EXPERIMENT=smoke]
 	python -m pipeline.verify $(if $(EXPERIMENT),experiment=$(EXPERIMENT))

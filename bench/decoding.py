@@ -274,13 +274,18 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
             f"{study.per_block} code prompts, {study.tokens} tokens each; K = {study.draft_lens['base']} (bf16), "
             f"{study.draft_lens['awq']} (int4). Memory is read at {study.bandwidth / 1e9:.1f} GB/s in the same run.",
             "",
-            tabulate([show(r) for r in records], head, tablefmt="github"),
+            tabulate([show(r) for r in records], head, tablefmt="github", disable_numparse=True),
             "",
-            tabulate(rates, ["arm", "decode, tok/s (95 %)"], tablefmt="github"),
+            tabulate(rates, ["arm", "decode, tok/s (95 %)"], tablefmt="github", disable_numparse=True),
             "",
             "Batches: tokens a second over all sequences, by draft length; `best` is the K to use at that batch.",
             "",
-            tabulate(batch, ["", "batch", *(f"K = {k}" for k in BATCH_DRAFT_LENS), "best"], tablefmt="github"),
+            tabulate(
+                batch,
+                ["", "batch", *(f"K = {k}" for k in BATCH_DRAFT_LENS), "best"],
+                tablefmt="github",
+                disable_numparse=True,
+            ),
             "",
         ]
     )

@@ -98,7 +98,12 @@ def markdown(experiment: str, rows: list[Row]) -> str:
     say: Callable[[bool | None], str] = lambda same: {True: "yes", False: "**no**", None: "not compared"}[same]  # noqa: E731
     differing = [r for r in rows if r.same is False and r.kind == "identical"]
     sentence = "Two runs in clean folders gave the same answer." if not differing else "Two runs differ: see below."
-    table = tabulate([[r.name, r.kind, say(r.same), r.detail] for r in rows], ["", "due", "so", ""], tablefmt="github")
+    table = tabulate(
+        [[r.name, r.kind, say(r.same), r.detail] for r in rows],
+        ["", "due", "so", ""],
+        tablefmt="github",
+        disable_numparse=True,
+    )
     return f"# {experiment}: the same twice?\n\n{sentence}\n\n{table}\n"
 
 

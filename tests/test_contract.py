@@ -25,7 +25,7 @@ LAYERS = [
     ["readers", "distill"],
     ["reporting", "tracking"],
     ["stages"],
-    ["__main__", "sweep", "plan", "compile", "scratch", "compare", "verify"],
+    ["__main__", "sweep", "plan", "compile", "scratch", "compare", "verify", "tradeoff"],
 ]
 HEAVY = {"torch", "transformers", "lm_eval", "mlflow", "datasets", "llmcompressor", "matplotlib", "pandas", "dvc"}
 
