@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-ROW_CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
+ROW_CANDIDATES = (2, 4, 8, 16, 32, 64, 128, 256)
 FEW_ROWS = (1, 4)  # what decoding and verifying a draft ask for
 TIMING_REPEATS = 5
 CLEAR_WIN = 0.9  # of the native time

@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 64, MAX_ROWS = 4, GRAIN = 16;
+constexpr int64_t BLOCK = 64, MAX_ROWS = 6, GRAIN = 16;
 
 // neighbouring products added: lane i is a[2i] b[2i] + a[2i+1] b[2i+1]
 inline Sums pair_sums(Shorts a, Shorts b) {
@@ -136,18 +136,20 @@ void outputs(const Weight& w, const Row* x, float* y, int64_t N, int64_t begin, 
 // y [M, N]: outputs in parallel, GRAIN at a time so that further rows find the weights in the cache
 template <class Weight, class Row>
 void multiply(const Weight& w, const std::vector<Row>& rows, float* y, int64_t N) {
-  const int64_t M = rows.size();
+  const int64_t M = rows.size(), passes = (M + MAX_ROWS - 1) / MAX_ROWS;  // of about equal size
   at::parallel_for(0, (N + GRAIN - 1) / GRAIN, 1, [&](int64_t first, int64_t last) {
     for (int64_t begin = first * GRAIN; begin < std::min(N, last * GRAIN); begin += GRAIN)
-      for (int64_t m = 0; m < M; m += MAX_ROWS) {
+      for (int64_t pass = 0, m = 0; pass < passes; pass++) {
+        const int64_t count = (M - m) / (passes - pass);
         const Row* x = rows.data() + m;
         float* to = y + m * N;
         const int64_t end = std::min(N, begin + GRAIN);
-        switch (std::min(MAX_ROWS, M - m)) {
+        switch (count) {
 #define ROWS(R) case R: outputs<R>(w, x, to, N, begin, end); break;
-          ROWS(1) ROWS(2) ROWS(3) ROWS(4)
+          ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #undef ROWS
         }
+        m += count;
       }
   });
 }
