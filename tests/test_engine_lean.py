@@ -150,6 +150,18 @@ def test_rows_of_different_length_do_not_touch_each_other(make_decoder):
         torch.testing.assert_close(together[b], ours.forward(fed[b], alone), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("intermediate", [96, 100])  # 100: no kernel between the products takes such rows
+def test_a_batch_in_the_kernels_for_few_rows(tmp_path, intermediate):
+    saved(tiny("Llama", intermediate_size=intermediate), tmp_path)
+    options = {"device": "cpu", "dtype": torch.bfloat16, "pack_head": False, "trust_remote_code": False}
+    ours = load_decoder(tmp_path, dense_from={"FewRowsLinear": None}, **options)
+    fed = torch.tensor([[11, 12, 13], [21, 22, 23]])
+    together = ours.forward_rows(fed, ours.new_cache(8, batch=2), last_only=True)
+    for b in range(2):
+        alone = ours.forward(fed[b], ours.new_cache(8), last_only=True)
+        assert torch.equal(together[b], alone)
+
+
 def test_joined_layers_are_the_layers_side_by_side():
     parts = [FullLinear(torch.nn.Parameter(torch.randn(n, 16), requires_grad=False), None) for n in (8, 24)]
     parts[1].bias = torch.randn(24)

@@ -93,6 +93,7 @@ def test_without_a_decision_base_is_the_stated_fallback(tmp_path, rows, decision
 def test_vllm_is_told_the_draft_and_its_length(tmp_path):
     words = words_of(served(tmp_path, "base_spec") / "vllm.sh")
     assert words[:4] == ["exec", "vllm", "serve", "artifacts/target"]
+    assert words[words.index("--host") + 1] == "127.0.0.1", "a server is not open to the network unless asked"
     assert words[words.index("--dtype") + 1] == "bfloat16"
     speculation = json.loads(words[words.index("--speculative-config") + 1])
     assert speculation == {"method": "draft_model", "model": "artifacts/draft", "num_speculative_tokens": 2}

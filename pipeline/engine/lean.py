@@ -82,6 +82,7 @@ class LeanModel(nn.Module):
         self.eps: float = config.rms_norm_eps
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = module.model.layers[0].self_attn.head_dim
+        self.widths = config.hidden_size, config.intermediate_size
         self.embedding, self.norm, self.head = module.model.embed_tokens, module.model.norm.weight, module.lm_head
         rotation = module.model.rotary_emb
         self.frequency_D, self.rotation_scale = rotation.inv_freq.float(), rotation.attention_scaling
@@ -101,7 +102,7 @@ class LeanModel(nn.Module):
     ) -> torch.Tensor:
         """x_MD after the last norm; writes the cache at `start_B` and following."""
         x_MD = self.embedding.weight[ids_M].to(activations)
-        op = step.operations(x_MD.device, len(x_MD), self.head_dim, x_MD.shape[1], cache.keys[0].dtype)
+        op = step.operations(x_MD.device, len(x_MD), self.head_dim, self.widths, cache.keys[0].dtype)
         y_MD = torch.zeros_like(x_MD)
         add_norm, attention, silu_mul = op.add_norm, op.attention, op.silu_mul
         eps, cos, sin = self.eps, cache.cos_PD, cache.sin_PD
@@ -158,7 +159,7 @@ class LeanDecoder(Decoder):
         """
         hidden_BTD = self.hidden_rows(ids_BT, cache)
         if last_only:
-            hidden_BTD = hidden_BTD[:, -1:]
+            hidden_BTD = hidden_BTD[:, -1:].contiguous()
         logits_MV = self.module.head.rows(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]))
         return logits_MV.view(*hidden_BTD.shape[:2], -1)
 

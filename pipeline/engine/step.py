@@ -18,9 +18,9 @@ from pipeline.engine import native
 FEW_ROWS = 32  # beyond, torch's own operations are as fast: they use all threads within a row
 
 
-def operations(device: torch.device, rows: int, head_dim: int, hidden: int, cache: torch.dtype) -> Any:
-    """The kernels where they apply, else the functions of this file."""
-    sizes = head_dim % 16 == 0 and hidden % 8 == 0 and cache in (torch.float32, torch.bfloat16)
+def operations(device: torch.device, rows: int, head_dim: int, widths: tuple[int, ...], cache: torch.dtype) -> Any:
+    """The kernels where they apply (`widths`: of the rows of norms and gates), else the functions of this file."""
+    sizes = head_dim % 16 == 0 and all(w % 8 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
     few = device.type == "cpu" and rows <= FEW_ROWS
     return torch.ops.step if few and sizes and native.refusal() is None else TORCH
 

@@ -72,7 +72,7 @@ def _weights(weights: Weights | None, hashes: dict[str, str]) -> dict[str, str |
 
 def vllm(study: Study, chosen: Deployment) -> str:
     config = study.config
-    command = [["vllm", "serve", chosen.target.folder], ["--dtype", vllm_dtype(study, chosen)]]
+    command = [["vllm", "serve", chosen.target.folder], ["--host", "127.0.0.1"], ["--dtype", vllm_dtype(study, chosen)]]
     if config.model.trust_remote_code:
         command.append(["--trust-remote-code"])
     command.append(["--override-generation-config", json.dumps(_vllm_sampling(study))])
