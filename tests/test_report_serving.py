@@ -40,7 +40,16 @@ def served(folder, name, params=PARAMS, draft_format="compressed-tensors", **cha
     """The written folder of a study in which the row `name` is chosen."""
     formats = {"gptq": "gptq", "awq": "awq", "draft": draft_format}
     edits = {f"quantize__{k}": lambda m, f=f: m.update(format=f) for k, f in formats.items()}
-    study = study_of(folder / "study", params, **({"benchmark": only(name)} | edits | changes))
+    changes = {"benchmark": only(name)} | edits | changes
+    change = changes["benchmark"]
+
+    def in_dtype(metrics):
+        change(metrics)
+        for arm in metrics["arms"].values():
+            for loaded in filter(None, (arm["readback"], arm.get("draft_readback"))):
+                loaded["weights_dtype"] = params.runtime.dtype
+
+    study = study_of(folder / "study", params, **(changes | {"benchmark": in_dtype}))
     assert study.recommendation.choice == name
     serving.write(study, folder / "serve")
     return folder / "serve"
@@ -228,9 +237,13 @@ def test_compressed_tensors_are_read_by_transformers_alone(models, tmp_path, mon
 
     def drafts_for_itself(metrics):
         only("base_spec")(metrics)
-        metrics["arms"]["base_spec"]["draft"] = {"kind": "self", "precision": "Int4Linear"}
+        own(metrics["arms"]["base_spec"])
 
-    folder = served(tmp_path, "base_spec", FLOAT32, benchmark=drafts_for_itself)
+    def own(found):
+        found["draft"] = {"kind": "self", "precision": "Int4Linear"}
+        found["draft_readback"] |= {"precision": "Int4Linear", "kernels": {"Int4Linear": 210, "Linear": 1}}
+
+    folder = served(tmp_path, "base_spec", FLOAT32, benchmark=drafts_for_itself, speculate__base=own)
     assert "pipeline" not in (folder / "transformers_generate.py").read_text()
     ran = run_script(folder, root, monkeypatch)
     assert ran["answer"].tolist() == greedy(dense["base"], ran["inputs"])
