@@ -72,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     study = Study(args.blocks, args.tokens, args.prompts)
     records = study.measure()
     provenance.write_json(REPORTS / "ratios.json", records)
+    study.batches = study.measure_batches()
     provenance.write_text(REPORTS / "bench.md", markdown(records, study))
     print((REPORTS / "bench.md").read_text())
     return 0
@@ -124,7 +125,6 @@ class Study:
             "prefill_vs_transformers": self._prefill(),
             "start_to_first_token_s": start_to_first_token(),
         }
-        self.batches = self._batches()
         return [record(name, found[name]) for name in BOUNDS]
 
     def _blocks(self) -> list[dict[str, Total]]:
@@ -176,7 +176,7 @@ class Study:
             totals.append(spent)
         return median_interval(block_ratios(totals, ["bf16"], ["transformers"]), 0)
 
-    def _batches(self) -> list[dict[str, Any]]:
+    def measure_batches(self) -> list[dict[str, Any]]:
         """Tokens a second of every batch size and draft length, bf16 and int4; medians over interleaved rounds."""
         pairs = {"bf16": (self.target, self.draft), "int4": (self.int4, self.int4_draft)}
         rows = []

@@ -149,11 +149,7 @@ def _answer_together(
     """Each prompt is read alone, then all answers grow by a token a step; those that have ended are carried along."""
     asked: list[list[int]] = [p["input_ids"] for p in prompts]
     cache = target.new_cache(max(map(len, asked)) + max_new_tokens, batch=len(asked))
-    hidden: list[list[torch.Tensor]] = []
-    for b, ids in enumerate(asked):
-        row = cache.row(b)
-        hidden.append([target.hidden_rows(torch.tensor([ids], device=target.device), row)[0]])
-        cache.lengths[b] = row.length
+    hidden = [[target.read_prompt(ids, cache, b)] for b, ids in enumerate(asked)]
     new: list[list[int]] = [[] for _ in asked]
     last_BD = torch.stack([parts[0][-1] for parts in hidden])
     while True:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import provenance, scratch
+from pipeline.measure.setup import TARGETS
 from pipeline.measure.statistics import Interval
 
-TARGETS = ("base", "gptq", "awq")
 ARTIFACTS = (
     "target",
     "corpus",

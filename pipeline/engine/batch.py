@@ -73,10 +73,8 @@ def _read_prompts(model: LeanDecoder, prompts: list[list[int]], cache: StaticCac
     """Each into its own row; returns the greedy token after each."""
     first = []
     for b, prompt in enumerate(prompts):
-        row = cache.row(b)
-        known = torch.tensor([[i if i < model.vocab_size else 0 for i in prompt]], device=model.device)
-        first.append(int(model.forward_rows(known, row, last_only=True).argmax(-1)))
-        cache.lengths[b] = row.length
+        hidden_TD = model.read_prompt([i if i < model.vocab_size else 0 for i in prompt], cache, b)
+        first.append(int(model.module.head.rows(hidden_TD[-1:]).argmax(-1)))
     return first
 
 

@@ -114,7 +114,7 @@ class StaticCache:
         self.lengths = list(lengths)
 
     def row(self, b: int) -> StaticCache:
-        """A view of sequence b as a cache of its own, for reading its prompt; give its length back with `absorb`."""
+        """A view of sequence b as a cache of its own; its new length is the caller's to keep."""
         one = copy.copy(self)
         one.keys, one.values = [k[b : b + 1] for k in self.keys], [v[b : b + 1] for v in self.values]
         one.lengths = [self.lengths[b]]

@@ -174,6 +174,13 @@ class LeanDecoder(Decoder):
         cache.lengths = [length + T for length in cache.lengths]
         return hidden_MD.view(B, T, -1)
 
+    def read_prompt(self, ids: list[int], cache: StaticCache, b: int) -> torch.Tensor:
+        """Fill row b of an empty batch; returns the final hidden states, hidden_TD."""
+        row = cache.row(b)
+        hidden_1TD = self.hidden_rows(torch.tensor([ids], device=self.device), row)
+        cache.lengths[b] = row.length
+        return hidden_1TD[0]
+
     def describe(self) -> dict[str, Any]:
         between = "kernels/step.cpp" if self.device.type == "cpu" and native.refusal() is None else "torch"
         return {**super().describe(), "architecture": self.module.architecture, "between_linears": between}

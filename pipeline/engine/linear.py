@@ -34,9 +34,8 @@ class PackedWeight(nn.Module):
 
     bias: torch.Tensor | None
     input_order_K: torch.Tensor | None  # act-order: columns of x in the order of the weight's
-    output_dims: ClassVar[
-        Mapping[str, int]
-    ] = {}  # tensor -> its dimension of output channels, where several layers can be one
+    # tensor -> its dimension of output channels, where several layers can be one
+    output_dims: ClassVar[Mapping[str, int]] = {}
 
     def __init__(self, out_features: int, in_features: int, bias: torch.Tensor | None) -> None:
         super().__init__()
