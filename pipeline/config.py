@@ -218,6 +218,7 @@ class Speculate:
     max_new_tokens: int = key("longest answer", "tokens", ge=2)
     sampling: Sampling = key("how tokens are chosen")
     cost_repeats: int = key("timed forwards per token count of the cost curves", ge=3)
+    batch_sizes: list[int] = key("sequences decoded together, for which the best K is told", ge=1)
     timing: Timing = key("interleaved blocks of the timed draft lengths")
     lossless_gap: float = key("a divergence is `numeric` only below this gap of the target's top-2 logits", ge=0)
 
@@ -231,6 +232,13 @@ class Benchmark:
     max_loop_share: float = key("VOID above this share of repeated 4-grams in an answer", ge=0, le=1)
     max_compression_ratio: float = key("VOID above this zlib ratio of the text", gt=1)
     memory_budgets_bytes: list[int] = key("budgets for which the longest context is stated", "bytes", ge=1)
+
+
+@dataclass(kw_only=True)
+class RankDrafts:
+    candidates: list[Literal["draft", "quantized_draft", "gptq", "awq", "ngram"]] = key("of the graph itself")
+    folders: list[str] = key("further local model folders to rank beside them")
+    ngram_max: int = key("longest suffix that the lookup looks for", "tokens", ge=1)
 
 
 @dataclass(kw_only=True)
@@ -276,6 +284,7 @@ class Params:
     evaluate: Evaluate
     speculate: Speculate
     benchmark: Benchmark
+    rank_drafts: RankDrafts
     report: Report
     track: Track
     sweep: Sweep
@@ -512,6 +521,8 @@ def _check_draft_lens(s: Speculate) -> None:
         raise ConfigError(f"speculate.timed_draft_lens: {extra} not in speculate.draft_lens={s.draft_lens}; add them")
     if 0 not in s.timed_draft_lens:
         raise ConfigError("speculate.timed_draft_lens: lacks 0, plain decoding, the denominator of each speedup")
+    if not s.batch_sizes or len(set(s.batch_sizes)) != len(s.batch_sizes):
+        raise ConfigError(f"speculate.batch_sizes: {s.batch_sizes} is empty or holds a size twice; give each once")
     longest = max(s.draft_lens)
     if longest + 1 >= s.max_new_tokens:
         raise ConfigError(

@@ -70,6 +70,7 @@ def speculate(**changes) -> Speculate:
         "max_new_tokens": 16,
         "sampling": Sampling(temperature=0.0, top_k=None, top_p=1.0),
         "cost_repeats": 3,
+        "batch_sizes": [1, 3],
         "lossless_gap": 0.25,
         "timing": timing(),
     }

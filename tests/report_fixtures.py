@@ -53,6 +53,7 @@ def study(params: config.Params) -> dict[str, dict[str, Any]]:
         **{f"evaluate@{key}": evaluate(key) for key in TARGETS},
         **{f"speculate@{key}": speculate(key) for key in TARGETS},
         "benchmark": benchmark(),
+        "rank_drafts": rank_drafts(),
     }
     return {name: record(name, value, params) for name, value in metrics.items()}
 
@@ -67,6 +68,7 @@ SECTIONS = {
     "evaluate": ("evaluate", "runtime"),
     "speculate": ("speculate", "runtime"),
     "benchmark": ("benchmark", "speculate", "runtime"),
+    "rank_drafts": ("rank_drafts", "speculate", "runtime"),
 }
 
 
@@ -93,7 +95,7 @@ def record(name: str, metrics: dict[str, Any], params: config.Params) -> dict[st
 def inputs(stage: str, key: str) -> dict[str, str]:
     """Hashes of what the stage read, as __main__ records them; only what the report looks at."""
     own = {"checkpoint": sha_of(key), "draft": sha_of("draft"), "quantized_draft": sha_of("quantized_draft")}
-    if stage == "benchmark":
+    if stage in ("benchmark", "rank_drafts"):
         names = (*TARGETS, "draft", "quantized_draft", "prompts")
         return {name: sha_of(name) for name in names}
     if stage == "speculate":
@@ -177,11 +179,51 @@ def speculate(target: str) -> dict[str, Any]:
             "overhead_ms": OVERHEAD_MS,
             "context_tokens": 256,
         },
+        "batches": [batch_point(target, batch) for batch in (1, 4, 16)],
         "best_draft_len": BEST_K[target],
         "best_reason": "made up",
         "verdict": "OK",
         "reasons": [],
     }
+
+
+def batch_point(target: str, batch: int) -> dict[str, Any]:
+    """The more sequences, the less a drafted token gains: at 16 none does."""
+    gains = {k: (1 + 0.1 * k) * (1.3 - 0.06 * batch) for k in (1, 2, 4)}
+    return {
+        "batch": batch,
+        "plain_tok_per_s": 0.7 * batch * 1000 / STEP_MS[target],
+        "gains": {str(k): around(gain) for k, gain in gains.items()},
+        "draft_len": {1: BEST_K[target], 4: 1, 16: 0}[batch],
+        "reason": "made up",
+    }
+
+
+def rank_drafts() -> dict[str, Any]:
+    agreement = {"draft": 0.55, "quantized_draft": 0.5, "gptq": 0.9, "ngram": 0.2}
+    cost = {"draft": 0.2, "quantized_draft": 0.18, "gptq": 0.8, "ngram": 0.001}
+
+    def row(target: str, name: str) -> dict[str, Any]:
+        lookup = name == "ngram"
+        return {
+            "candidate": name,
+            "kind": "made up",
+            "in_matrix": name == ("draft" if target == "base" else "quantized_draft"),
+            "precision": "no weights" if lookup else "bfloat16",
+            "weight_bytes": 0 if lookup else DRAFT_BYTES,
+            "agreement": agreement[name],
+            "tokens": 564,
+            "cost_ratio": cost[name],
+            "draft_len": 1,
+            "mean_emitted_per_round": 1 + agreement[name],
+            "predicted_speedup": around((1 + agreement[name]) / (cost[name] + 1.1), 0.06),
+        }
+
+    names = {"base": list(agreement)} | {t: ["draft", "quantized_draft", "ngram"] for t in ("gptq", "awq")}
+    rows = {
+        t: sorted((row(t, n) for n in own), key=lambda r: -r["predicted_speedup"]["value"]) for t, own in names.items()
+    }
+    return {"targets": rows, "reason": None}
 
 
 def readback(target: str) -> dict[str, Any]:

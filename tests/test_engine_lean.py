@@ -138,7 +138,7 @@ def test_rows_of_different_length_do_not_touch_each_other(make_decoder):
     prompts = [[5, 17, 99, 3], [8, 9], [1, 2, 3, 4, 5, 6, 7]]
     cache = ours.new_cache(24, batch=3)
     for b, prompt in enumerate(prompts):
-        row = cache.row(b)
+        row = cache.rows(b, b + 1)
         ours.forward(torch.tensor(prompt), row)
         cache.lengths[b] = row.length
     fed = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])

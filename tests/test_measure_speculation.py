@@ -7,7 +7,7 @@ import pytest
 from pipeline.engine.replay import kept_from_hits
 from pipeline.measure.answers import Acceptance, Answer, decode_total, ttft_ms
 from pipeline.measure.setup import Prompt
-from pipeline.measure.speculation import Costs, best_measured, best_predicted, curve_point, replay_all
+from pipeline.measure.speculation import Costs, batch_point, best_measured, best_predicted, curve_point, replay_all
 from pipeline.measure.statistics import Interval
 
 COSTS = Costs(draft_step_ms=5.0, target_step_ms={1: 20.0, 2: 20.0, 3: 30.0}, overhead_ms=2.0, context_tokens=9)
@@ -16,6 +16,21 @@ PROMPT = Prompt("p", "code", [1, 2])
 
 def answer(tokens, rounds, ttft_s=0.1, decode_s=1.0):
     return Answer(PROMPT, 2, list(range(tokens)), rounds, ttft_s, decode_s, "length")
+
+
+def test_the_gain_of_a_batch_is_tokens_over_the_cost_of_a_round_paired_within_repeats():
+    # the second repeat ran three times slower throughout, which is not the draft's doing
+    quiet = {0: 2.0, 1: 10.0, 2: 12.0, 5: 32.0}
+    found = batch_point(4, [quiet, {n: 3 * s for n, s in quiet.items()}], {1: 1.6, 4: 2.4}, seed=0)
+    assert found["gains"]["1"]["value"] == pytest.approx(1.6 * 10 / (2 + 12))
+    assert found["gains"]["4"]["value"] == pytest.approx(2.4 * 10 / (4 * 2 + 32))
+    assert found["gains"]["1"]["low"] == pytest.approx(found["gains"]["1"]["high"])
+    assert found["plain_tok_per_s"] == pytest.approx(4 / 20)  # median of 10 and 30 seconds
+    assert found["draft_len"] == 1
+
+
+def test_a_batch_in_which_no_draft_length_pays_is_decoded_plain():
+    assert batch_point(16, [{0: 1.0, 1: 10.0, 2: 20.0}] * 3, {1: 1.5}, seed=0)["draft_len"] == 0
 
 
 def test_predicted_speedup_is_tokens_over_the_cost_of_a_round():

@@ -105,7 +105,12 @@ def test_vllm_is_told_the_draft_and_its_length(tmp_path):
     assert words[words.index("--host") + 1] == "127.0.0.1", "a server is not open to the network unless asked"
     assert words[words.index("--dtype") + 1] == "bfloat16"
     speculation = json.loads(words[words.index("--speculative-config") + 1])
-    assert speculation == {"method": "draft_model", "model": "artifacts/draft", "num_speculative_tokens": 2}
+    assert speculation == {
+        "method": "draft_model",
+        "model": "artifacts/draft",
+        "num_speculative_tokens": 2,
+        "num_speculative_tokens_per_batch_size": {"1-3": 2, "4-15": 1, "16-16": 0},
+    }
     sampling = json.loads(words[words.index("--override-generation-config") + 1])
     assert sampling == {"temperature": 0.0, "top_k": -1, "top_p": 1.0}
 
@@ -127,7 +132,8 @@ def drafted_by_lookup(name):
 
 def test_vllm_looks_tokens_up_where_the_draft_is_a_lookup(tmp_path):
     params = dataclasses.replace(PARAMS, draft=dataclasses.replace(PARAMS.draft, kind="ngram", ngram_max=3))
-    folder = served(tmp_path, "base_spec", params, draft=lookup, benchmark=drafted_by_lookup("base_spec"))
+    untold = {"speculate__base": lambda m: m.update(batches="no batch was measured")}
+    folder = served(tmp_path, "base_spec", params, draft=lookup, benchmark=drafted_by_lookup("base_spec"), **untold)
     words = words_of(folder / "vllm.sh")
     assert json.loads(words[words.index("--speculative-config") + 1]) == {
         "method": "ngram",
@@ -135,6 +141,18 @@ def test_vllm_looks_tokens_up_where_the_draft_is_a_lookup(tmp_path):
         "prompt_lookup_min": 1,
         "num_speculative_tokens": 2,
     }
+
+
+def test_batch_sizes_with_the_same_draft_length_are_one_range():
+    assert serving.vllm_schedule({1: 3, 2: 3, 4: 1, 8: 1, 16: 0}) == {"1-3": 3, "4-15": 1, "16-16": 0}
+    assert serving.vllm_schedule({1: 2}) == {"1-1": 2}
+
+
+def test_a_schedule_that_does_not_vary_is_left_out(tmp_path):
+    always = {"speculate__base": lambda m: [p.update(draft_len=2) for p in m["batches"]]}
+    words = words_of(served(tmp_path, "base_spec", **always) / "vllm.sh")
+    assert "per_batch_size" not in words[words.index("--speculative-config") + 1]
+    assert read(tmp_path / "serve")["serve"]["draft_len_by_batch"] == {"1": 2, "4": 2, "16": 2}
 
 
 @pytest.mark.parametrize(("sym", "dtype"), [(False, "float16"), (True, "bfloat16")])

@@ -8,10 +8,10 @@ import measure_fixtures as tiny
 import pytest
 
 from pipeline import provenance
-from pipeline.config import Sampling
+from pipeline.config import RankDrafts, Sampling
 from pipeline.measure.setup import draft_for, end_ids, pack_head, read_prompts
 from pipeline.measure.verdict import BrokenOutput
-from pipeline.stages import benchmark, speculate
+from pipeline.stages import benchmark, rank_drafts, speculate
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,80 @@ def test_timed_runs_equal_the_replay_and_are_exact(twin_sweep, study):
     for row in (a for block in runs for a in block["answers"]):
         assert row["new_tokens"] == trace[row["prompt"]]["new_tokens"]
         assert row["rounds"] == -(-(row["new_tokens"] - 1) // (row["draft_len"] + 1))
+
+
+def test_batches_are_measured_with_every_timed_draft_length(twin_sweep):
+    assert [p["batch"] for p in twin_sweep["batches"]] == [1, 3]
+    timed = {str(p["draft_len"]) for p in twin_sweep["curve"] if p["measured"] and p["draft_len"]}
+    for point in twin_sweep["batches"]:
+        assert set(point["gains"]) == timed and point["plain_tok_per_s"] > 0
+        assert all(0 < g["low"] <= g["value"] <= g["high"] for g in point["gains"].values())
+
+
+@pytest.fixture(scope="module")
+def sweeps(study, twin_sweep):
+    """The same recorded answers for every target: all three are the same weights here."""
+    return {f"speculate_{key}": study / "out_twin" for key in ("base", "gptq", "awq")}
+
+
+def rank(study: Path, sweeps, draft: str = "twin", **changes):
+    settings = {"candidates": ["draft", "quantized_draft", "gptq", "ngram"], "folders": [], "ngram_max": 3}
+    return rank_drafts.run(
+        RankDrafts(**(settings | changes)),
+        tiny.speculate(),
+        tiny.runtime(),
+        tiny.model(),
+        base=study / "base",
+        gptq=study / "base",
+        awq=study / "base",
+        draft=study / draft,
+        quantized_draft=study / "stranger",
+        prompts=study / "prompts.jsonl",
+        environment=study / "environment.json",
+        **sweeps,
+    )
+
+
+def test_candidate_drafts_are_ranked_without_decoding(study, sweeps, monkeypatch):
+    from pipeline.measure.arm import Arm
+
+    monkeypatch.setattr(Arm, "generate", None)
+    found = rank(study, sweeps)["targets"]
+    by_name = {c["candidate"]: c for c in found["base"]}
+    assert set(by_name) == {"draft", "quantized_draft", "gptq", "ngram"}
+    assert {c["candidate"] for c in found["awq"]} == {"draft", "quantized_draft", "ngram"}, "no cheaper self"
+    assert by_name["draft"]["agreement"] == by_name["gptq"]["agreement"] == 1, "the target's own weights"
+    assert by_name["quantized_draft"]["agreement"] < 0.2 and by_name["quantized_draft"]["draft_len"] == 1
+    assert by_name["draft"]["in_matrix"] and not by_name["ngram"]["in_matrix"]
+    trace = json.loads((study / "out_twin" / "trace.json").read_text())
+    assert by_name["draft"]["tokens"] == sum(row["new_tokens"] - 1 for row in trace)
+    order = [c["predicted_speedup"]["value"] for c in found["base"]]
+    assert order == sorted(order, reverse=True)
+
+
+def test_a_lookup_agrees_where_it_proposes_the_answers_next_token(study, sweeps):
+    from pipeline.engine.propose import NgramProposer
+
+    (found,) = rank(study, sweeps, candidates=["ngram"])["targets"]["base"]
+    prompts = {p.id: p.ids for p in read_prompts(study / "prompts.jsonl", 2, "").all}
+    proposer = NgramProposer(3, 300, "cpu")
+    right = total = 0
+    for row in json.loads((study / "out_twin" / "trace.json").read_text()):
+        for i in range(1, len(row["ids"])):
+            right += proposer.lookup(prompts[row["prompt"]] + row["ids"][:i], 1) == [row["ids"][i]]
+            total += 1
+    assert found["agreement"] == right / total and found["weight_bytes"] == 0
+
+
+def test_candidates_that_cannot_be_ranked_are_refused_before_weights_load(study, sweeps, tmp_path, monkeypatch):
+    from pipeline.measure import arm
+
+    monkeypatch.setattr(arm, "load_decoder", None)
+    with pytest.raises(ValueError, match=r"rank_drafts\.folders: .*nowhere is no model folder"):
+        rank(study, sweeps, folders=[str(tmp_path / "nowhere")])
+    provenance.write_json(tmp_path / "trace.json", [])
+    with pytest.raises(ValueError, match=r"trace\.json: made with other prompts"):
+        rank(study, {**sweeps, "speculate_base": tmp_path})
 
 
 def test_a_draft_with_other_weights_is_almost_never_right_and_zero_is_best(study, tmp_path):

@@ -113,9 +113,9 @@ class StaticCache:
         assert all(0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)), f"{lengths} {self.lengths}"
         self.lengths = list(lengths)
 
-    def row(self, b: int) -> StaticCache:
-        """A view of sequence b as a cache of its own; its new length is the caller's to keep."""
-        one = copy.copy(self)
-        one.keys, one.values = [k[b : b + 1] for k in self.keys], [v[b : b + 1] for v in self.values]
-        one.lengths = [self.lengths[b]]
-        return one
+    def rows(self, begin: int, end: int) -> StaticCache:
+        """A view of some of the sequences as a cache of its own; their new lengths are the caller's to keep."""
+        some = copy.copy(self)
+        some.keys, some.values = [k[begin:end] for k in self.keys], [v[begin:end] for v in self.values]
+        some.lengths = self.lengths[begin:end]
+        return some

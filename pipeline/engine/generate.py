@@ -88,7 +88,7 @@ def generate(
         k = 0
         if proposer is not None:
             k = min(draft_len, cache.capacity - cache.length - 1, proposer.room(len(committed)))
-        emitted, drafted, accepted = _round(target, cache, committed, proposer, k, sampling, generator)
+        emitted, drafted, accepted = one_round(target, cache, committed, proposer, k, sampling, generator)
         room = max_new_tokens - (len(committed) - len(prompt_ids))
         kept = _cut(emitted, stop_ids, room)
         if kept[-1] in stop_ids:
@@ -103,7 +103,7 @@ def generate(
     return out
 
 
-def _round(
+def one_round(
     target: Decoder,
     cache: Cache,
     committed: list[int],
@@ -112,7 +112,7 @@ def _round(
     sampling: Sampling,
     generator: torch.Generator | None,
 ) -> tuple[list[int], int, int]:
-    """One round: (tokens emitted before any cut, drafted, accepted)."""
+    """(tokens emitted before any cut, drafted, accepted). The caller rolls the target's cache back to what it keeps."""
     last_1 = torch.tensor(committed[-1:], device=target.device)
     if proposer is None or k <= 0:
         logits_1V = target.forward(last_1, cache)

@@ -176,7 +176,7 @@ class LeanDecoder(Decoder):
 
     def read_prompt(self, ids: list[int], cache: StaticCache, b: int) -> torch.Tensor:
         """Fill row b of an empty batch; returns the final hidden states, hidden_TD."""
-        row = cache.row(b)
+        row = cache.rows(b, b + 1)
         hidden_1TD = self.hidden_rows(torch.tensor([ids], device=self.device), row)
         cache.lengths[b] = row.length
         return hidden_1TD[0]

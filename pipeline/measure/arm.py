@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from pipeline import provenance
+from pipeline import config, provenance
 from pipeline.checkpoint.load import dense_from_of, load_decoder
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.generate import Generation, generate
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposer
 from pipeline.engine.replay import KeptAt, kept_from_hits
 from pipeline.engine.sample import Sampling
-from pipeline.measure.costs import step_costs
+from pipeline.measure.costs import BatchSeconds, batch_seconds, step_costs
 from pipeline.measure.memory import Ledger, PeakMeter, read_bytes_per_step, resident_bytes, weight_bytes
 from pipeline.measure.setup import ArmSpec, Ask, DraftSpec
 from pipeline.measure.verdict import LogitGaps
@@ -63,7 +63,7 @@ class Arm:
 
     def generate(self, prompt_ids: list[int], ask: Ask) -> Generation:
         """One answer, with the identities of the protocol asserted on it."""
-        sampling = Sampling(ask.sampling.temperature, ask.sampling.top_k, ask.sampling.top_p)
+        sampling = _sampling(ask.sampling)
         generator = None
         if not sampling.greedy:
             generator = torch.Generator(self.target.device).manual_seed(self.spec.seed)
@@ -132,8 +132,16 @@ class Arm:
         best, second = logits_V.topk(2).values.tolist()
         return LogitGaps(best - second, best - float(logits_V[plain_token]), best - float(logits_V[other_token]))
 
-    def step_costs(self, context_ids: list[int], max_tokens: int, repeats: int) -> dict[str, Any]:
-        return step_costs(self.target, self.draft or self.proposer, context_ids, max_tokens, repeats)
+    def step_costs(
+        self, context_ids: list[int], max_tokens: int, repeats: int, round_len: int, sampling: config.Sampling
+    ) -> dict[str, Any]:
+        how = _sampling(sampling)
+        return step_costs(self.target, self.proposer, context_ids, max_tokens, repeats, round_len, how)
+
+    def batch_seconds(
+        self, context_ids: list[int], batch_sizes: list[int], draft_lens: list[int], repeats: int
+    ) -> dict[int, BatchSeconds] | str:
+        return batch_seconds(self.target, self.proposer, context_ids, batch_sizes, draft_lens, repeats)
 
     def describe(self) -> dict[str, Any]:
         """Read back from the loaded objects, not from the configuration. `draft` is null without one."""
@@ -184,6 +192,10 @@ class Arm:
             "libraries_bytes": "not part of device memory",
         }
         return asdict(entries.close(budgets_bytes, self.target.max_positions, reasons))
+
+
+def _sampling(settings: config.Sampling) -> Sampling:
+    return Sampling(settings.temperature, settings.top_k, settings.top_p)
 
 
 def precision(readback: dict[str, Any]) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from pipeline.engine.cache import StaticCache
 from pipeline.engine.decoder import Decoder
-from pipeline.engine.propose import Proposer
-from pipeline.engine.sample import GREEDY
+from pipeline.engine.generate import one_round
+from pipeline.engine.lean import LeanDecoder
+from pipeline.engine.propose import ModelProposer, Proposer
+from pipeline.engine.sample import GREEDY, Sampling
 from pipeline.measure.blocks import order_of
 from pipeline.measure.statistics import median
 
@@ -20,28 +23,117 @@ BANDWIDTH_REPEATS = 7
 
 
 def step_costs(
-    target: Decoder, draft: Decoder | Proposer | None, context_ids: list[int], max_tokens: int, repeats: int
+    target: Decoder,
+    proposer: Proposer | None,
+    context_ids: list[int],
+    max_tokens: int,
+    repeats: int,
+    round_len: int,
+    sampling: Sampling,
 ) -> dict[str, Any]:
     """Medians in ms of target forwards over n = 1..max_tokens tokens and of one draft step (null without a draft).
 
     All come after the same context: `context_ids` without its last `max_tokens`, which are the ones fed. Interleaved,
-    after a warm-up with the same shapes.
+    after a warm-up with the same shapes. `overhead_ms`: what a round of `round_len` drafted tokens takes beyond its
+    forwards, less the same of a plain round, paired within the repeats; one length stands for all, because it is the
+    bookkeeping of a round and not of a token. 0 without a draft.
     """
     prefix, fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
     steps = {str(n): _timed_forward(target, prefix, fed[:n]) for n in range(1, max_tokens + 1)}
-    if isinstance(draft, Decoder):
-        steps["draft"] = _timed_forward(draft, prefix, fed[:1])
-    elif draft is not None:
-        steps["draft"] = _timed_proposal(draft, context_ids, max_tokens)
+    if isinstance(proposer, ModelProposer):
+        steps["draft"] = _timed_forward(proposer.decoder, prefix, fed[:1])
+    elif proposer is not None:
+        steps["draft"] = _timed_proposal(proposer, context_ids, max_tokens)
+    if proposer is not None and round_len:
+        steps["plain round"] = _timed_round(target, None, [*prefix, fed[0]], 0, sampling)
+        steps["round"] = _timed_round(target, proposer, [*prefix, fed[0]], round_len, sampling)
+    seconds = interleaved(steps, repeats)
+    overhead_s = 0.0
+    if "round" in seconds:
+        names = ("round", "draft", str(round_len + 1), "plain round", "1")
+        rows = zip(*(seconds[name] for name in names), strict=True)
+        overhead_s = median([r - round_len * d - verify - (plain - one) for r, d, verify, plain, one in rows])
+    ms = {name: 1e3 * median(s) for name, s in seconds.items() if name not in ("round", "plain round")}
+    draft_ms = ms.pop("draft", None)
+    return {
+        "draft_step_ms": draft_ms,
+        "target_step_ms": ms,
+        "overhead_ms": 1e3 * max(0.0, overhead_s),
+        "context_tokens": len(prefix),
+    }
+
+
+# per repeat: a target forward over n tokens of each sequence, n -> seconds, and one draft step of all (0 -> seconds)
+BatchSeconds = list[dict[int, float]]
+
+
+def batch_seconds(
+    target: Decoder,
+    proposer: Proposer | None,
+    context_ids: list[int],
+    batch_sizes: Sequence[int],
+    draft_lens: Sequence[int],
+    repeats: int,
+) -> dict[int, BatchSeconds] | str:
+    """What a step costs when B sequences share it: for each B the repeats of n = 1 and n = K + 1 and of a draft step.
+
+    All sequences stand after the same context. Interleaved within a batch size. A sentence instead where it cannot be
+    had: batches run in the engine `lean` only.
+    """
+    if not isinstance(target, LeanDecoder):
+        return "batches are measured in the engine lean only"
+    if proposer is not None and not (isinstance(proposer, ModelProposer) and isinstance(proposer.decoder, LeanDecoder)):
+        return "batches are measured with a draft model in the engine lean only"
+    counts = sorted({1, *(k + 1 for k in draft_lens)})
+    room, largest = max(counts), max(batch_sizes)
+    of_target = _filled(target, context_ids, room, largest)
+    of_draft = None
+    if isinstance(proposer, ModelProposer) and isinstance(proposer.decoder, LeanDecoder):
+        of_draft = (proposer.decoder, _filled(proposer.decoder, context_ids, 1, largest))
+    found = {}
+    for batch in batch_sizes:
+        steps = {str(n): _timed_batch(target, of_target, batch, context_ids[-n:]) for n in counts}
+        if of_draft is not None:
+            steps["0"] = _timed_batch(*of_draft, batch, context_ids[-1:])
+        seconds = interleaved(steps, repeats)
+        found[batch] = [{int(name): s[i] for name, s in seconds.items()} for i in range(repeats)]
+    return found
+
+
+def _filled(decoder: LeanDecoder, context_ids: list[int], room: int, batch: int) -> StaticCache:
+    """A cache in which `batch` sequences have read `context_ids`, with room for `room` more tokens."""
+    cache = decoder.new_cache(len(context_ids) + room, batch)
+    decoder.read_prompt([i if i < decoder.vocab_size else 0 for i in context_ids], cache, 0)
+    for buffer in (*cache.keys, *cache.values):
+        buffer[1:] = buffer[:1]
+    cache.lengths = [len(context_ids)] * batch
+    return cache
+
+
+def _timed_batch(decoder: LeanDecoder, cache: StaticCache, batch: int, fed: list[int]) -> Callable[[], float]:
+    ids_BT = torch.tensor([[i if i < decoder.vocab_size else 0 for i in fed]] * batch, device=decoder.device)
+    rows = cache.rows(0, batch)
+    lengths = list(rows.lengths)
+
+    def step() -> float:
+        started = time.perf_counter()
+        decoder.forward_rows(ids_BT, rows).argmax(-1).tolist()
+        seconds = time.perf_counter() - started
+        rows.rollback_rows(lengths)
+        return seconds
+
+    return step
+
+
+def interleaved(steps: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """What every step says that it took, `repeats` times in changing order, after one warm-up of each."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     for i in range(repeats):
         for name in order_of(list(steps), i):
             seconds[name].append(steps[name]())
-    ms = {name: 1e3 * median(s) for name, s in seconds.items()}
-    draft_ms = ms.pop("draft", None)
-    return {"draft_step_ms": draft_ms, "target_step_ms": ms, "context_tokens": len(prefix)}
+    return seconds
 
 
 def _timed_forward(decoder: Decoder, prefix: list[int], fed: list[int]) -> Callable[[], float]:
@@ -58,6 +150,26 @@ def _timed_forward(decoder: Decoder, prefix: list[int], fed: list[int]) -> Calla
         decoder.forward(fed_T, cache).argmax(-1).tolist()
         seconds = time.perf_counter() - started
         cache.rollback(len(prefix))
+        return seconds
+
+    return step
+
+
+def _timed_round(
+    target: Decoder, proposer: Proposer | None, committed: list[int], k: int, sampling: Sampling
+) -> Callable[[], float]:
+    """A function that times one whole round after `committed`, as `generate` runs it."""
+    cache = target.new_cache(len(committed) + k + 1)
+    target.forward(torch.tensor(committed[:-1], device=target.device), cache, last_only=True)
+    generator = None if sampling.greedy else torch.Generator(target.device).manual_seed(0)
+    if proposer is not None:
+        proposer.start(committed[:-1], cache.capacity)
+
+    def step() -> float:
+        started = time.perf_counter()
+        one_round(target, cache, committed, proposer, k, sampling, generator)
+        seconds = time.perf_counter() - started
+        cache.rollback(len(committed) - 1)
         return seconds
 
     return step

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import Speculate
 from pipeline.measure.answers import Acceptance, Answer, decode_total
 from pipeline.measure.blocks import Block, Blocks, ProcessMeter, nvidia_state, run_blocks
 from pipeline.measure.setup import Ask, Prompt, PromptSet
-from pipeline.measure.speculation import Costs, curve_point, replay_all
-from pipeline.measure.statistics import Interval, Total, median, median_interval, paired_ratio, precise_enough
+from pipeline.measure.speculation import Costs, batch_point, curve_point, replay_all
+from pipeline.measure.statistics import Interval, Total, median_interval, paired_ratio, precise_enough
 from pipeline.measure.verdict import Judgement, LogitGaps, Lossless, grade_lossless
 
 if TYPE_CHECKING:
@@ -63,37 +63,19 @@ class DraftSweep:
         context = max((p.ids for p in self.prompts.all), key=len)
         needed = max_draft_len + 2  # what is fed, and one token before it; a short prompt is repeated
         context = (context * (1 + needed // len(context)))[: max(len(context), needed)]
-        raw = self.arm.step_costs(context, max_draft_len + 1, self.settings.cost_repeats)
-        costs = Costs(
-            draft_step_ms=raw["draft_step_ms"],
-            target_step_ms={int(n): ms for n, ms in raw["target_step_ms"].items()},
-            overhead_ms=0.0,
-            context_tokens=raw["context_tokens"],
-        )
         timed = max(k for k in self.settings.timed_draft_lens if k <= max_draft_len)
-        return replace(costs, overhead_ms=self._overhead_ms(costs, timed)) if timed else costs
+        raw = self.arm.step_costs(context, max_draft_len + 1, self.settings.cost_repeats, timed, self.settings.sampling)
+        return Costs(**{**raw, "target_step_ms": {int(n): ms for n, ms in raw["target_step_ms"].items()}})
 
-    def _overhead_ms(self, costs: Costs, draft_len: int) -> float:
-        """Of a round: its time less that of its forwards, less the same of a plain step.
-
-        A round's time is the difference of a long and a short forced run over that of their rounds, so that what
-        happens once an answer (the draft reads the prompt) is not taken for what happens once a round. One K stands
-        for all: what is left is the bookkeeping of a round, not of a token.
-        """
-        assert costs.draft_step_ms is not None
-        prompt = min((p.ids for p in self.prompts.all), key=len)
-        per_round_ms: dict[int, list[float]] = {0: [], draft_len: []}
-        for _ in range(self.settings.cost_repeats):
-            for k, found in per_round_ms.items():
-                short, long = (
-                    self.arm.generate(prompt, Ask(k, tokens, ignore_end=True, sampling=self.settings.sampling))
-                    for tokens in (2 * draft_len + 3, 4 * draft_len + 6)
-                )
-                forwards_ms = k * costs.draft_step_ms + costs.target_step_ms[k + 1]
-                rounds = len(long.rounds) - len(short.rounds)
-                if rounds:
-                    found.append(1e3 * (long.decode_s - short.decode_s) / rounds - forwards_ms)
-        return max(0.0, median(per_round_ms[draft_len]) - median(per_round_ms[0]))
+    def batches(self, curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | str:
+        """The K that pays at each batch size, after the longest prompt; a sentence where it cannot be told."""
+        emitted = {p["draft_len"]: p["mean_emitted_per_round"] for p in curve if p["measured"]}
+        lens = [k for k, tau in emitted.items() if k and tau is not None]
+        context = max((p.ids for p in self.prompts.all), key=len)
+        seconds = self.arm.batch_seconds(context, self.settings.batch_sizes, lens, self.settings.cost_repeats)
+        if isinstance(seconds, str):
+            return seconds
+        return [batch_point(b, s, {k: emitted[k] for k in lens}, self.seed) for b, s in seconds.items()]
 
     def time(self, draft_lens: Sequence[int]) -> Blocks:
         """Time every K in interleaved blocks, each over the prompts of its turn."""

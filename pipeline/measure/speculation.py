@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.engine.replay import KeptAt, Replay, replay
 from pipeline.measure.answers import Acceptance
-from pipeline.measure.statistics import Interval
+from pipeline.measure.statistics import Interval, median, median_interval
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,27 @@ def curve_point(counts: Replay | Acceptance, draft_len: int, costs: Costs) -> di
     }
 
 
+def batch_point(
+    batch: int, seconds: Sequence[Mapping[int, float]], emitted: Mapping[int, float], seed: int
+) -> dict[str, Any]:
+    """What each K gains when `batch` sequences are decoded together, and the K to use there.
+
+    seconds[repeat][n]: a target step over n tokens of each sequence; [0]: one draft step. Every sequence keeps its own
+    number of tokens (`emitted[K]` a round, tau), so gain = tau t(1) / (K d + t(K + 1)), paired within the repeats.
+    """
+    gains = {0: Interval(1.0, 1.0, 1.0)}
+    for k, tau in emitted.items():
+        gains[k] = median_interval([tau * s[1] / (k * s[0] + s[k + 1]) for s in seconds], seed)
+    best, reason = best_measured(gains)
+    return {
+        "batch": batch,
+        "plain_tok_per_s": batch / median([s[1] for s in seconds]),
+        "gains": {str(k): asdict(gain) for k, gain in gains.items() if k},
+        "draft_len": best,
+        "reason": reason,
+    }
+
+
 def best_predicted(curve: Sequence[Mapping[str, Any]]) -> int:
     """K of the highest predicted speedup; the smaller of equals."""
     known = [p for p in curve if p["predicted_speedup"] is not None]
@@ -89,7 +110,7 @@ def best_measured(speedups: Mapping[int, Interval]) -> tuple[int, str]:
     known = {k: s for k, s in speedups.items() if not math.isnan(s.value)}
     fastest = max(sorted(known), key=lambda k: known[k].value)
     best = min(k for k, s in known.items() if s.overlaps(known[fastest]))
-    top = f"K = {fastest} was the fastest timed, at {known[fastest].value:.2f} times plain decoding"
+    top = f"K = {fastest} was the fastest, at {known[fastest].value:.2f} times plain decoding"
     if best == fastest:
         return best, top if fastest else "no timed K was faster than plain decoding"
     less = "plain decoding" if best == 0 else f"K = {best}"

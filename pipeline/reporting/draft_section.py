@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.reporting import markdown, numbers
-from pipeline.reporting.numbers import count, number, share
+from pipeline.reporting.numbers import count, interval_of, number, ratio, share
 from pipeline.reporting.study import Study
 
 
 def draft(study: Study) -> str:
     found = study.records.metrics("draft")
     describe = {"distill": distilled, "model": fetched, "self": itself, "ngram": lookup}
-    return markdown.section("Draft", describe[found["kind"]](found), used(study))
+    return markdown.section("Draft", describe[found["kind"]](found), used(study), ranking(study))
 
 
 def distilled(found: dict[str, Any]) -> str:
@@ -53,6 +53,44 @@ def itself(found: dict[str, Any]) -> str:
 
 def lookup(found: dict[str, Any]) -> str:
     return f"No model: the longest suffix (up to {count(found['ngram_max'])} tokens) that stood before is continued."
+
+
+CANDIDATES = {
+    "draft": "the draft",
+    "quantized_draft": "the draft, quantized",
+    "gptq": "`gptq`, a copy of the target",
+    "awq": "`awq`, a copy of the target",
+    "ngram": "lookup in the text so far",
+}
+
+
+def ranking(study: Study) -> str:
+    """Every candidate for every target, the best prediction first."""
+    found = study.records.metrics("rank_drafts")
+    if found["reason"]:
+        return f"Candidate drafts: {numbers.na(found['reason'])}."
+    rows = []
+    for target, candidates in found["targets"].items():
+        for i, c in enumerate(candidates):
+            name = CANDIDATES.get(c["candidate"], f"`{c['candidate']}`")
+            rows.append(
+                [
+                    f"`{target}`" if i == 0 else "",
+                    f"**{name}**" if c["in_matrix"] else name,
+                    numbers.size(c["weight_bytes"]),
+                    share(c["agreement"]),
+                    number(c["cost_ratio"], digits=2),
+                    str(c["draft_len"]),
+                    number(c["mean_emitted_per_round"]),
+                    ratio(interval_of(c["predicted_speedup"])),
+                ]
+            )
+    headers = ["target", "candidate", "size", "agreement", "c", "best K", "τ", "predicted speedup"]
+    return (
+        "**Which draft?** Each candidate read the target's recorded answers once (teacher-forced: nothing is decoded); "
+        "agreement as above, **c**: cost of its step in steps of the target. The prediction's interval is over "
+        "prompts; bold is the one in the matrix.\n\n" + markdown.table(headers, rows, left=2)
+    )
 
 
 def used(study: Study) -> str:

@@ -21,11 +21,12 @@ RECORDS = (
     *(f"evaluate@{key}" for key in TARGETS),
     *(f"speculate@{key}" for key in TARGETS),
     "benchmark",
+    "rank_drafts",
 )
 
 
 QUANTIZED = ("gptq", "awq", "draft")
-TIMED = (*(f"speculate@{key}" for key in TARGETS), "benchmark")
+TIMED = (*(f"speculate@{key}" for key in TARGETS), "benchmark", "rank_drafts")
 WRITTEN_BY = {
     "target": "fetch@target",
     "corpus": "fetch@corpus",
@@ -45,13 +46,24 @@ READ_BY = {
         ("evaluate@base", "checkpoint"),
         ("speculate@base", "checkpoint"),
         ("benchmark", "base"),
+        ("rank_drafts", "base"),
     ],
     "corpus": [(name, "corpus") for name in ("calibrate", "prompts", *(f"evaluate@{key}" for key in TARGETS))],
     "calibration": [(f"quantize@{key}", "calibration") for key in QUANTIZED],
     "prompts": [("draft", "prompts"), *((name, "prompts") for name in TIMED)],
     "draft": [("quantize@draft", "model"), *((name, "draft") for name in TIMED)],
-    "gptq": [("evaluate@gptq", "checkpoint"), ("speculate@gptq", "checkpoint"), ("benchmark", "gptq")],
-    "awq": [("evaluate@awq", "checkpoint"), ("speculate@awq", "checkpoint"), ("benchmark", "awq")],
+    "gptq": [
+        ("evaluate@gptq", "checkpoint"),
+        ("speculate@gptq", "checkpoint"),
+        ("benchmark", "gptq"),
+        ("rank_drafts", "gptq"),
+    ],
+    "awq": [
+        ("evaluate@awq", "checkpoint"),
+        ("speculate@awq", "checkpoint"),
+        ("benchmark", "awq"),
+        ("rank_drafts", "awq"),
+    ],
     "quantized_draft": [(name, "quantized_draft") for name in TIMED],
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline import provenance
 from pipeline.reporting import headline, summary, transformers_script
 from pipeline.reporting.deployment import Deployment, Weights, deployment
+from pipeline.reporting.rows import Row
 from pipeline.reporting.study import Study
 
 CHOICE, VLLM, TRANSFORMERS = "choice.json", "vllm.sh", "transformers_generate.py"
@@ -36,6 +37,7 @@ def choice(study: Study, chosen: Deployment) -> dict[str, Any]:
             "row": row.name,
             **{n: _weights(w, hashes) for n, w in weights.items()},
             "draft_len": row.draft_len,
+            "draft_len_by_batch": draft_len_by_batch(study, row),
             "ngram_max": chosen.ngram_max,
             "device": config.runtime.device,
             "dtype": config.runtime.dtype,
@@ -77,7 +79,7 @@ def vllm(study: Study, chosen: Deployment) -> str:
         command.append(["--trust-remote-code"])
     command.append(["--override-generation-config", json.dumps(_vllm_sampling(study))])
     if chosen.row.speculative:
-        command.append(["--speculative-config", json.dumps(vllm_speculation(chosen))])
+        command.append(["--speculative-config", json.dumps(vllm_speculation(study, chosen))])
     lines = [
         "#!/bin/sh",
         f"# {chosen.subject}. From the repository's root.",
@@ -96,13 +98,40 @@ def _asymmetric_gptq(study: Study, chosen: Deployment) -> bool:
     return chosen.target.format == "gptq" and not study.config.quantize[chosen.row.target].sym
 
 
-def vllm_speculation(chosen: Deployment) -> dict[str, Any]:
+def draft_len_by_batch(study: Study, row: Row) -> dict[int, int] | None:
+    """Batch size -> K; alone, a sequence gets the K that was timed. None for plain rows and where it was not told."""
+    points = study.records.metrics(f"speculate@{row.target}")["batches"]
+    if not row.speculative or isinstance(points, str):
+        return None
+    return {p["batch"]: row.draft_len if p["batch"] == 1 else min(p["draft_len"], row.draft_len) for p in points}
+
+
+def vllm_schedule(by_batch: dict[int, int]) -> dict[str, int]:
+    """As vLLM's `num_speculative_tokens_per_batch_size`: inclusive ranges of batch sizes; beyond the last one, its K.
+
+    A K holds from the batch that it was measured at to the next one.
+    """
+    ranges: list[list[int]] = []  # first, last, K
+    for batch, k in sorted(by_batch.items()):
+        if ranges:
+            ranges[-1][1] = batch - 1
+        if not ranges or ranges[-1][2] != k:
+            ranges.append([batch, batch, k])
+    if ranges:
+        ranges[-1][1] = max(by_batch)
+    return {f"{first}-{last}": k for first, last, k in ranges}
+
+
+def vllm_speculation(study: Study, chosen: Deployment) -> dict[str, Any]:
     if chosen.draft is None:
         assert chosen.ngram_max is not None
         how: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": chosen.ngram_max, "prompt_lookup_min": 1}
     else:
         how = {"method": "draft_model", "model": chosen.draft.folder}
-    return {**how, "num_speculative_tokens": chosen.row.draft_len}
+    by_batch = draft_len_by_batch(study, chosen.row)
+    varies = by_batch is not None and set(by_batch.values()) != {chosen.row.draft_len}
+    schedule = {"num_speculative_tokens_per_batch_size": vllm_schedule(by_batch)} if by_batch and varies else {}
+    return {**how, "num_speculative_tokens": chosen.row.draft_len, **schedule}
 
 
 def _vllm_sampling(study: Study) -> dict[str, Any]:

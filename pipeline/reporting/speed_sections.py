@@ -86,6 +86,7 @@ def limits(study: Study) -> str:
         markdown.picture(study.figures, "costs", "Cost of checking n tokens; share of rounds that keep each position"),
         curve(study),
         interactions(study),
+        batches(study),
     )
 
 
@@ -142,6 +143,34 @@ def curve(study: Study) -> str:
             )
     headers = ["target", "K", "kept", "τ", "c", "v(K + 1)", "predicted", "measured", "lossless"]
     return markdown.table(headers, rows)
+
+
+def batches(study: Study) -> str:
+    """Large batches use the arithmetic that verification lives on, so the K that pays falls as they grow."""
+    found = {target: s["batches"] for target, s in study.records.per_target("speculate").items()}
+    told = {target: points for target, points in found.items() if not isinstance(points, str)}
+    reasons = [f"`{target}`: {numbers.na(why)}." for target, why in found.items() if isinstance(why, str)]
+    lens = sorted({int(k) for points in told.values() for p in points for k in p["gains"]})
+    rows = [
+        [
+            f"`{target}`" if i == 0 else "",
+            str(p["batch"]),
+            number(p["plain_tok_per_s"]),
+            *(ratio(interval_of(p["gains"].get(str(k)))) for k in lens),
+            str(p["draft_len"]),
+        ]
+        for target, points in told.items()
+        for i, p in enumerate(points)
+    ]
+    headers = ["target", "batch", "plain, tok/s", *(f"gain at K = {k}" for k in lens), "K to use"]
+    return (
+        "**When sequences are decoded together**, they share each reading of the weights, which is what speculation "
+        "lives on too. Gain = τ t(1) / (K d + t(K + 1)), with the times of a step of the target (t) and of the draft "
+        "(d) measured for the whole batch after the longest prompt; predicted, not decoded.\n\n"
+        + "\n\n".join(
+            part for part in (markdown.table(headers, rows) if rows else "", markdown.bullets(reasons)) if part
+        )
+    )
 
 
 def interactions(study: Study) -> str:

@@ -25,6 +25,8 @@ from pipeline.measure.speculation import best_measured, best_predicted, curve_po
 from pipeline.measure.statistics import Interval
 from pipeline.measure.verdict import BrokenOutput
 
+NO_DRAFT = "there is no draft to speculate with"
+
 
 def run(
     speculate: Speculate,
@@ -99,6 +101,7 @@ def measure(sweep: DraftSweep, key: str, draft: DraftSpec | None) -> tuple[dict[
             c: [{n: p[n] for n in names} for p in sweep.curve(lens, costs, c)] for c in sweep.prompts.by_category
         },
         "costs": costs.as_json(),
+        "batches": sweep.batches(curve) if draft else NO_DRAFT,
         "best_draft_len": best,
         "best_reason": best_reason,
         "blocks": blocks.summary(),
