@@ -30,7 +30,7 @@ from pipeline.measure.setup import prompt_rows
 from pipeline.measure.statistics import Interval, Total, block_ratios, median, median_interval, paired_ratio
 
 ARTIFACTS, REPORTS = Path("artifacts"), Path("reports/bench")
-BATCHES, BATCH_DRAFT_LENS = (1, 2, 4, 8, 16), (0, 1, 2, 4)
+BATCHES, BATCH_DRAFT_LENS, BATCH_PROMPT_TOKENS, BATCH_NEW_TOKENS = (1, 4, 16), (0, 1, 2), 32, 16
 CURVE_LENS = range(17)
 WARM_START = """
 import time; started = time.perf_counter()
@@ -152,9 +152,8 @@ class Study:
         costs = []
         for prompt in self.prompts[: self.blocks]:
             started = time.perf_counter()
-            Ours(self.target).run(prompt, self.tokens)
-            plain_s = time.perf_counter() - started
             answer = greedy(self.target, prompt, self.tokens)
+            plain_s = time.perf_counter() - started
             started = time.perf_counter()
             fed = torch.tensor((prompt + answer)[:-1])
             logits = self.draft.forward(fed, self.draft.new_cache(len(fed)))[len(prompt) - 1 :]
@@ -181,15 +180,15 @@ class Study:
         pairs = {"bf16": (self.target, self.draft), "int4": (self.int4, self.int4_draft)}
         rows = []
         for batch in BATCHES:
-            chosen = [self.prompts[i % len(self.prompts)][:64] for i in range(batch)]
+            chosen = [self.prompts[i % len(self.prompts)][:BATCH_PROMPT_TOKENS] for i in range(batch)]
             spent: dict[tuple[str, int], list[float]] = {}
             for index in range(3):
                 for name, k in order_of([(n, k) for n in pairs for k in BATCH_DRAFT_LENS], index):  # type: ignore[misc, type-var]
                     target, draft = pairs[name]
                     assert isinstance(target, LeanDecoder) and isinstance(draft, LeanDecoder)
                     own = {"draft": draft if k else None, "draft_len": k}
-                    done = generate_batch(target, chosen, max_new_tokens=24, **own)
-                    spent.setdefault((name, k), []).append(batch * 23 / done.decode_s)
+                    done = generate_batch(target, chosen, max_new_tokens=BATCH_NEW_TOKENS, **own)
+                    spent.setdefault((name, k), []).append(batch * (BATCH_NEW_TOKENS - 1) / done.decode_s)
             for name in pairs:
                 rates = {k: median(spent[name, k]) for k in BATCH_DRAFT_LENS}
                 rows.append(

@@ -21,7 +21,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from pipeline import config, provenance
+from pipeline import config, progress, provenance
 
 STAGES_DIR = Path(__file__).parent / "stages"
 SECTION_NAMES = {hint: name for name, hint in typing.get_type_hints(config.Params).items()}
@@ -166,7 +166,10 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(os.getppid(), signal.SIGTERM)
     try:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)
-        run_stage(stage, key, paths, config.load(params_path))
+        params, name = config.load(params_path), stage if key is None else f"{stage}@{key}"
+        metrics = paths.get("metrics")
+        with progress.stage_log(name, metrics and metrics.parent.parent / "logs" / f"{name}.log"):
+            run_stage(stage, key, paths, params)
     except (ValueError, OSError, MemoryError) as e:
         if os.environ.get("PIPELINE_TRACEBACK"):
             raise

@@ -24,6 +24,7 @@ from torch.nn import functional
 from pipeline.checkpoint.load import load_decoder
 from pipeline.config import Distill
 from pipeline.engine.lean import LeanDecoder
+from pipeline.progress import bar
 
 WARM_UP, LAST_RATE = 0.05, 0.1  # shares of the steps and of the peak learning rate
 CURVE_POINTS = 12
@@ -137,9 +138,11 @@ def answer(
     """Greedy answers in batches of similar length, in the order of `prompts`; hidden states are kept on the way."""
     answers: dict[int, Answer] = {}
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["input_ids"]))
-    for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
-        together = _answer_together(target, ends, [prompts[i] for i in chosen], max_new_tokens)
-        answers |= dict(zip(chosen, together, strict=True))
+    with bar("answers of the target", len(prompts), "prompt") as shown:
+        for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
+            together = _answer_together(target, ends, [prompts[i] for i in chosen], max_new_tokens)
+            answers |= dict(zip(chosen, together, strict=True))
+            shown.update(len(chosen))
     return [answers[i] for i in range(len(prompts))]
 
 
@@ -201,18 +204,21 @@ def train(
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
     losses: list[float] = []
     tokens, started = 0, time.monotonic()
-    for step, batch in zip(range(recipe.steps), batches(answers, recipe, seed), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * rate_at(step / recipe.steps)
-        optimizer.zero_grad()
-        loss = batch_loss(draft, head_VD, ids_U, batch, recipe)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-        tokens += sum(len(a.hidden_SD) for a in batch)
-        if time.monotonic() - started > recipe.time_budget_s:
-            break
+    with bar("training the draft", recipe.steps, "step") as shown:
+        for step, batch in zip(range(recipe.steps), batches(answers, recipe, seed), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * rate_at(step / recipe.steps)
+            optimizer.zero_grad()
+            loss = batch_loss(draft, head_VD, ids_U, batch, recipe)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            tokens += sum(len(a.hidden_SD) for a in batch)
+            left_s = recipe.time_budget_s - (time.monotonic() - started)
+            shown.update(left_s=left_s)
+            if left_s < 0:
+                break
     draft.requires_grad_(False)
     return {
         "steps": len(losses),

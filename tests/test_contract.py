@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipeline"
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf/experiment").glob("*.yaml"))
 # settings and records, not computation: their change alone never makes a result stale
-NOT_DEPENDENCIES = {"config", "provenance", "__init__", "__main__"}
+NOT_DEPENDENCIES = {"config", "provenance", "progress", "__init__", "__main__"}
 LAYERS = [
     ["config", "provenance"],
+    ["progress"],
     ["engine"],
     ["checkpoint"],
     ["measure", "quantizers", "sources"],

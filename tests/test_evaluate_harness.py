@@ -13,6 +13,7 @@ from evaluate_fixtures import BOS_ID, SHAPE, bos_tokenizer, documents, settings,
 from pipeline.checkpoint import random_llama
 from pipeline.config import Model, Runtime
 from pipeline.measure import harness
+from pipeline.progress import Bar
 from pipeline.stages import evaluate
 
 pytestmark = pytest.mark.slow  # importing lm-eval takes seconds
@@ -140,7 +141,8 @@ def test_a_model_beyond_numbers_is_named_broken(checkpoints, tmp_path):
 
 
 def test_bfloat16_models_are_scored_in_float32(checkpoints):
-    lm = harness.language_model(load(checkpoints[0]).bfloat16(), bos_tokenizer(), settings())
+    module = load(checkpoints[0]).bfloat16()
+    lm = harness.language_model(module, bos_tokenizer(), settings(), Bar("", None, ""))
     assert lm.softmax_dtype == torch.float32
 
 

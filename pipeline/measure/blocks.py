@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from pipeline.config import Timing
 from pipeline.measure.statistics import median
+from pipeline.progress import bar
 
 
 @dataclass(frozen=True)
@@ -138,22 +139,24 @@ def run_blocks(
     """
     done = Blocks()
     started = clock()
-    while True:
-        index = len(done.all)
-        order = order_of(list(arms), index)
-        meter.start()
-        block_started = clock()
-        samples = {name: arms[name](index) for name in order}
-        seconds = clock() - block_started
-        disturbance = meter.stop()
-        done.all.append(Block(index, order, samples, disturbance, disturbance.beyond(timing.max_load), seconds))
-        done.seconds = clock() - started
-        quiet = done.quiet
-        if len(quiet) >= timing.max_blocks or (len(quiet) >= timing.min_blocks and precise(quiet)):
-            break
-        next_s = median([b.seconds for b in done.all])
-        if len(done.all) >= 2 and done.seconds + next_s > timing.time_budget_s:
-            break
+    with bar("blocks", timing.max_blocks, "block") as shown:
+        while True:
+            index = len(done.all)
+            order = order_of(list(arms), index)
+            meter.start()
+            block_started = clock()
+            samples = {name: arms[name](index) for name in order}
+            seconds = clock() - block_started
+            disturbance = meter.stop()
+            done.all.append(Block(index, order, samples, disturbance, disturbance.beyond(timing.max_load), seconds))
+            done.seconds = clock() - started
+            shown.update(left_s=timing.time_budget_s - done.seconds)
+            quiet = done.quiet
+            if len(quiet) >= timing.max_blocks or (len(quiet) >= timing.min_blocks and precise(quiet)):
+                break
+            next_s = median([b.seconds for b in done.all])
+            if len(done.all) >= 2 and done.seconds + next_s > timing.time_budget_s:
+                break
     _choose(done, timing.min_blocks)
     return done
 

@@ -13,6 +13,7 @@ from pipeline.measure.setup import Ask, Prompt, PromptSet
 from pipeline.measure.speculation import Costs, batch_point, curve_point, replay_all
 from pipeline.measure.statistics import Interval, Total, median_interval, paired_ratio, precise_enough
 from pipeline.measure.verdict import Judgement, LogitGaps, Lossless, grade_lossless
+from pipeline.progress import bar
 
 if TYPE_CHECKING:
     from pipeline.engine.replay import KeptAt
@@ -46,11 +47,13 @@ class DraftSweep:
 
     def trace(self) -> None:
         """Plain answers, and one teacher-forced pass of the draft over each."""
-        for prompt in self.prompts.all:
-            answer = self.answer(prompt, 0)
-            hits = self.arm.hits(prompt.ids, answer.ids) if self.arm.draft else None
-            kept_at = self.arm.kept_at(prompt.ids, answer.ids, hits) if self.arm.proposer else None
-            self.traced.append(Traced(answer, hits, kept_at))
+        with bar("answers of the target", len(self.prompts.all), "prompt") as shown:
+            for prompt in self.prompts.all:
+                answer = self.answer(prompt, 0)
+                hits = self.arm.hits(prompt.ids, answer.ids) if self.arm.draft else None
+                kept_at = self.arm.kept_at(prompt.ids, answer.ids, hits) if self.arm.proposer else None
+                self.traced.append(Traced(answer, hits, kept_at))
+                shown.update()
 
     def curve(self, draft_lens: Sequence[int], costs: Costs, category: str | None) -> list[dict[str, Any]]:
         """Every K, replayed from the plain answers (of one category, or None for all)."""

@@ -21,6 +21,7 @@ from typing import Any
 from pipeline import provenance
 from pipeline.config import Evaluate
 from pipeline.measure import passages, quality
+from pipeline.progress import Bar, bar
 
 LOCAL_TASKS_DIR = Path(__file__).resolve().parents[2] / "evals"
 LAST_WORD = "last_word"
@@ -108,9 +109,9 @@ def evaluate_tasks(
         if own is None or (settings.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
         task.set_fewshot_seed(seed=seed)
-    model = language_model(module, tokenizer, settings)
     try:
-        with _no_progress_bars():
+        with _no_progress_bars(), bar("lm-eval", None, "forward") as shown:
+            model = language_model(module, tokenizer, settings, shown)
             return evaluator.evaluate(model, loaded, limit=settings.limit, bootstrap_iters=0, log_samples=True)
     except OverflowError:
         raise BrokenModel(
@@ -137,7 +138,7 @@ def _with_data(config: dict[str, Any], rows: list[dict[str, Any]], workdir: Path
     return config | {"dataset_kwargs": {"data_files": {"test": str(path)}, "cache_dir": str(workdir / "datasets")}}
 
 
-def language_model(module: Any, tokenizer: Any, settings: Evaluate) -> Any:
+def language_model(module: Any, tokenizer: Any, settings: Evaluate, shown: Bar) -> Any:
     """lm-eval's HFLM over the loaded module: float32 log-softmax, windows of `window_tokens`, one BOS.
 
     lm-eval starts every rolling window chain with a prefix token and, for tokenizers that add a BOS, the text with
@@ -147,6 +148,11 @@ def language_model(module: Any, tokenizer: Any, settings: Evaluate) -> Any:
 
     class OneBos(HFLM):
         add_bos_token: Any
+
+        def _model_call(self, *args: Any, **kwargs: Any) -> Any:
+            logits = super()._model_call(*args, **kwargs)
+            shown.update()
+            return logits
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             own, self.add_bos_token = self.add_bos_token, False

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from pipeline.config import QuantizeMethod
+from pipeline.progress import bar
 from pipeline.quantizers import Job, Quantized, Solved, archived
 from pipeline.quantizers.plan import Plan, refuse_multiple
-from pipeline.quantizers.progress import module_bar
 
 FAMILIES = ("llama", "mistral", "qwen2")
 
@@ -20,14 +20,14 @@ def check(plan: Plan, method: QuantizeMethod, section: str) -> None:
 def quantize(job: Job) -> Quantized:
     solved: dict[str, Solved] = {}
     last: dict[str, dict] = {}
-    with module_bar("auto_gptq", len(job.plan.shapes)) as bar:
+    with bar("auto_gptq", len(job.plan.shapes), "module") as shown:
         for event in archived.run("run_auto_gptq.py", job, job.rows):
             last[event["event"]] = event
             if event["event"] == "module":
                 solved[event["name"]] = Solved(
                     library_error=event["library_error"], time_s=event["time_s"], dead_columns=event["dead_columns"]
                 )
-                bar.update()
+                shown.update()
     return Quantized(
         tensors=archived.load(job.scratch / "tensors.safetensors"),
         config=quantization_config(job.method, job.plan),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipeline.config import QuantizeMethod
+from pipeline.progress import bar
 from pipeline.quantizers import Job, QuantizationError, Quantized, Solved, archived
 from pipeline.quantizers.plan import Plan, refuse_multiple
-from pipeline.quantizers.progress import module_bar
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 CLIP_ROWS = 64
@@ -25,14 +25,14 @@ def quantize(job: Job) -> Quantized:
     solved: dict[str, Solved] = {}
     last: dict[str, dict] = {}
     rows = equal_rows(job.rows)
-    with module_bar("autoawq", len(job.plan.shapes)) as bar:
+    with bar("autoawq", len(job.plan.shapes), "module") as shown:
         for event in archived.run("run_autoawq.py", job, rows):
             last[event["event"]] = event
             if event["event"] == "scaled":
                 solved[event["name"]] = Solved(library_error=event["library_error"], time_s=event["time_s"])
             if event["event"] == "module":
                 solved.setdefault(event["name"], Solved(unscaled=True))
-                bar.update()
+                shown.update()
     scales = archived.load(job.scratch / "scales.safetensors")
     return Quantized(
         tensors=archived.load(job.scratch / "tensors.safetensors"),

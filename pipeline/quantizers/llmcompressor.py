@@ -12,9 +12,9 @@ from importlib.metadata import version
 from typing import Any
 
 from pipeline.config import QuantizeMethod
+from pipeline.progress import Bar, bar
 from pipeline.quantizers import Job, QuantizationError, Quantized, Solved
 from pipeline.quantizers.plan import Plan
-from pipeline.quantizers.progress import module_bar
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NOT_FINITE = "its calibration inputs contain NaN or infinity; check the model's weights"
@@ -35,8 +35,8 @@ def quantize(job: Job) -> Quantized:
     dtype = getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, local_files_only=True).eval()
     out = job.scratch / "compressed"
-    with module_bar(f"llmcompressor {job.method.method}", len(job.plan.shapes)) as bar, quiet():
-        report = Report(job.plan, bar)
+    with bar(f"llmcompressor {job.method.method}", len(job.plan.shapes), "module") as shown, quiet():
+        report = Report(job.plan, shown)
         recipe = gptq_recipe(job, report) if job.method.method == "gptq" else awq_recipe(job, report)
         compress(model, job, recipe)
         model.save_pretrained(out)
@@ -55,8 +55,8 @@ def quantize(job: Job) -> Quantized:
 class Report:
     """What the modifiers below say of each module."""
 
-    def __init__(self, plan: Plan, bar: Any) -> None:
-        self.plan, self.bar = plan, bar
+    def __init__(self, plan: Plan, shown: Bar) -> None:
+        self.plan, self.shown = plan, shown
         self.solved: dict[str, Solved] = {}
         self.scales_in: dict[str, Any] = {}
         self.scales_out: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Report:
     def add(self, name: str, solved: Solved) -> None:
         if name in self.plan.shapes:
             self.solved[name] = solved
-            self.bar.update()
+            self.shown.update()
 
 
 def compress(model: Any, job: Job, recipe: list[Any]) -> None:

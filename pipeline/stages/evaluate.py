@@ -15,6 +15,7 @@ from pipeline.checkpoint.files import read_object
 from pipeline.config import ConfigError, Evaluate, Model, Runtime
 from pipeline.measure import baseline as reference
 from pipeline.measure import harness, memory, passages, quality, setup
+from pipeline.progress import bar
 
 if TYPE_CHECKING:
     from pipeline.engine.decoder import Decoder
@@ -155,19 +156,25 @@ def score_streams(
     import torch
 
     def logits_of(ids_BN: torch.Tensor) -> torch.Tensor:
-        return decoder.module(input_ids=ids_BN, use_cache=False).logits
+        logits_BNV = decoder.module(input_ids=ids_BN, use_cache=False).logits
+        shown.update(len(ids_BN))
+        return logits_BNV
 
-    return {
-        stream.category: quality.score_stream(
-            logits_of,
-            torch.from_numpy(stream.ids_T).to(decoder.device),
-            quality.windows(len(stream.ids_T), evaluate.window_tokens, evaluate.stride_tokens),
-            evaluate.batch_size,
-            evaluate.baseline_top_k,
-            None if base is None else base.logits[stream.category],
-        )
-        for stream in streams
+    windows = {
+        s.category: quality.windows(len(s.ids_T), evaluate.window_tokens, evaluate.stride_tokens) for s in streams
     }
+    with bar("token perplexity", sum(map(len, windows.values())), "window") as shown:
+        return {
+            stream.category: quality.score_stream(
+                logits_of,
+                torch.from_numpy(stream.ids_T).to(decoder.device),
+                windows[stream.category],
+                evaluate.batch_size,
+                evaluate.baseline_top_k,
+                None if base is None else base.logits[stream.category],
+            )
+            for stream in streams
+        }
 
 
 def token_ppl(nll_rows: list[dict[str, Any]], evaluate: Evaluate) -> dict[str, Any]:

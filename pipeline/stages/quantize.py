@@ -19,8 +19,8 @@ from pipeline import provenance
 from pipeline.config import QuantizeMethod, Runtime
 from pipeline.measure import memory
 from pipeline.quantizers import Job, QuantizationError, Quantized, adapter
+from pipeline.quantizers.bars import no_other_bars
 from pipeline.quantizers.plan import Plan, make_plan
-from pipeline.quantizers.progress import no_other_bars
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}
 PROBE_TOKENS = 64

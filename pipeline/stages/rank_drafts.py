@@ -27,6 +27,7 @@ from pipeline.measure.setup import (
 )
 from pipeline.measure.speculation import best_predicted
 from pipeline.measure.statistics import paired_mean_difference
+from pipeline.progress import bar
 
 
 def run(
@@ -64,14 +65,16 @@ def run(
     answers = {key: recorded(sweeps[key] / "trace.json", prompt_set) for key in TARGETS}
     memory.refuse_too_little(runtime.min_free_memory_bytes)
     found: dict[str, list[dict[str, Any]]] = {}
-    for key, specs in chosen.items():
-        used, _ = draft_for(key, draft, quantized_draft)
-        rows: list[dict[str, Any]] = []
-        for name, spec in specs.items():
-            arm = arm_spec(checkpoints[key], spec, runtime, ends=[], trust_remote_code=model.trust_remote_code)
-            about = {"candidate": name, "kind": spec.kind, "in_matrix": spec == used}
-            rows.append(about | measured(arm, prompt_set, answers[key], speculate, runtime.seed))
-        found[key] = sorted(rows, key=lambda row: -row["predicted_speedup"]["value"])
+    with bar("candidate drafts", sum(map(len, chosen.values())), "candidate") as shown:
+        for key, specs in chosen.items():
+            used, _ = draft_for(key, draft, quantized_draft)
+            rows: list[dict[str, Any]] = []
+            for name, spec in specs.items():
+                arm = arm_spec(checkpoints[key], spec, runtime, ends=[], trust_remote_code=model.trust_remote_code)
+                about = {"candidate": name, "kind": spec.kind, "in_matrix": spec == used}
+                rows.append(about | measured(arm, prompt_set, answers[key], speculate, runtime.seed))
+                shown.update()
+            found[key] = sorted(rows, key=lambda row: -row["predicted_speedup"]["value"])
     return {"targets": found, "reason": None}
 
 

@@ -1,4 +1,4 @@
-"""One progress bar a run, over the modules to quantize, on a terminal only; the libraries' own bars stay away."""
+"""The libraries' own bars stay away: one bar a run, over the modules to quantize, is enough."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-
-
-def module_bar(label: str, modules: int) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=modules, desc=label, unit="module", disable=None)
 
 
 @contextlib.contextmanager
