@@ -175,6 +175,13 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {one_line(e)}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
+    except RuntimeError as e:
+        from pipeline.measure.memory import allocation_failure
+
+        if os.environ.get("PIPELINE_TRACEBACK") or (text := allocation_failure(e)) is None:
+            raise
+        print(f"error: {text}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted: nothing half-written was kept", file=sys.stderr)
         return 130

@@ -125,12 +125,15 @@ def read_json(path: Path) -> Any:
 def whole_folder(out: Path) -> Iterator[Path]:
     """A fresh folder beside `out` that takes its place when the block ends well, and vanishes otherwise."""
     partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    old = out.with_name(f".{out.name}.old")
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
         if out.exists():
-            shutil.rmtree(out)
+            out.replace(old)  # renamed, not removed: the moment without any is as short as can be
         partial.replace(out)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, old):
+            shutil.rmtree(left, ignore_errors=True)

@@ -39,6 +39,20 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
+def smoke(tmp_path_factory):
+    """(folder, what `dvc repro` printed): the whole graph of the smoke experiment, in a folder of its own."""
+    from smoke_graph import ROOT, run
+
+    from pipeline import scratch
+
+    folder = tmp_path_factory.mktemp("smoke")
+    scratch.make(ROOT, folder, ["experiment=smoke"])
+    done = run(folder, "dvc", "repro")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="session")
 def make_decoder():
     """make_decoder(seed, family, noise=0, **config): a Decoder over a random model; noise perturbs its weights."""
     import torch

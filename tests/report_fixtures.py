@@ -145,6 +145,7 @@ def curve_point(target: str, draft_len: int, timed: bool) -> dict[str, Any]:
         "accept_conditional": [kept] * draft_len,
         "mean_emitted_per_round": 1 + sum(marginal),
         "predicted_speedup": speed,
+        "break_even_acceptance": ((1 + sum(marginal)) / speed - 1) / draft_len if draft_len else None,
         "measured": measured if timed else None,
     }
 
@@ -313,6 +314,7 @@ def arm(name: str) -> dict[str, Any]:
             "speedup": around(speed),
         },
         "speedup": around(speed, 0.0 if name == "base" else 0.015),
+        "over_plain": around(speed / plain, 0.015) if speculative else None,
         "by_category": {c: category(target, k, f, tok_per_s, plain) for c, f in CATEGORY_FACTOR.items()},
         "acceptance_rate": point["acceptance_rate"],
         "mean_emitted_per_round": point["mean_emitted_per_round"] if speculative else None,
@@ -332,6 +334,7 @@ def category(target: str, k: int, factor: float, tok_per_s: float, plain: float)
     return {
         "decode_tok_per_s": around(1000 / STEP_MS["base"] * speed),
         "speedup": around(speed),
+        "over_plain": around(speed / plain) if k else None,
         "acceptance_rate": sum(kept**j for j in range(1, k + 1)) / k if k else None,
         "mean_emitted_per_round": sum(kept**j for j in range(k + 1)) if k else None,
     }

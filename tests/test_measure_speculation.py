@@ -18,6 +18,15 @@ def answer(tokens, rounds, ttft_s=0.1, decode_s=1.0):
     return Answer(PROMPT, 2, list(range(tokens)), rounds, ttft_s, decode_s, "length")
 
 
+def test_break_even_is_the_acceptance_at_which_the_predicted_speedup_is_one():
+    # a round of K = 2 costs 2 * 5 + 30 + 2 = 42 ms, 2.1 steps: 2.1 tokens a round, 1.1 of 2 drafted ones kept
+    assert COSTS.break_even_acceptance(2) == pytest.approx(0.55)
+    assert COSTS.predicted_speedup(1 + 2 * 0.55, 2) == pytest.approx(1.0)
+    assert COSTS.break_even_acceptance(0) is None
+    dear = Costs(draft_step_ms=30.0, target_step_ms={1: 20.0, 2: 20.0}, overhead_ms=0.0, context_tokens=9)
+    assert dear.break_even_acceptance(1) == pytest.approx(1.5), "more than all: it never pays"
+
+
 def test_the_gain_of_a_batch_is_tokens_over_the_cost_of_a_round_paired_within_repeats():
     # the second repeat ran three times slower throughout, which is not the draft's doing
     quiet = {0: 2.0, 1: 10.0, 2: 12.0, 5: 32.0}

@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from smoke_graph import TOKEN, run
 
-from pipeline import scratch
-
-ROOT = Path(__file__).parents[1]
 ARMS = {"base", "base_spec", "gptq", "gptq_spec", "awq", "awq_spec"}
 KEYS = {
     "weight_bytes", "peak_memory_bytes", "ttft_ms", "tpot_ms", "decode_tok_per_s", "speedup", "token_ppl",
     "acc_last_word", "kl_nats_mean", "lossless", "draft_len", "acceptance_rate", "verdict",
 }  # fmt: skip
-TOKEN = "hf_planted_secret_0123456789"
 
 pytestmark = pytest.mark.slow
-
-
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(folder),
-        "HF_TOKEN": TOKEN,
-        "DVC_NO_ANALYTICS": "true",
-        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str(ROOT / "artifacts/kernels")),
-    }
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("smoke")
-    scratch.make(ROOT, folder, ["experiment=smoke"])
-    done = run(folder, "dvc", "repro")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder, done.stdout
 
 
 def changed(folder: Path) -> set[str]:
@@ -83,7 +58,7 @@ def test_report_and_metrics(smoke):
 def test_every_record_says_where_it_comes_from(smoke):
     folder, _ = smoke
     records = sorted((folder / "artifacts/metrics").glob("*.json"))
-    assert len(records) == 16
+    assert len(records) == 17
     for path in records:
         record = json.loads(path.read_text())
         assert record["cost"]["wall_s"] > 0 and record["cost"]["peak_memory_bytes"] > 0
@@ -111,7 +86,7 @@ def test_what_a_change_reruns(smoke):
     assert changed(folder) == set()
     sweeps = {"speculate@base", "speculate@gptq", "speculate@awq"}
     lens = [*yaml.safe_load((folder / "params.yaml").read_text())["speculate"]["draft_lens"], 7]
-    assert with_params(folder, "speculate.draft_lens", lens) == {*sweeps, "benchmark", "report"}
+    assert with_params(folder, "speculate.draft_lens", lens) == {*sweeps, "benchmark", "rank_drafts", "report"}
     assert with_params(folder, "quantize.awq.duo_scaling", False) == {"quantize@awq", "report"}
     assert with_params(folder, "report.objective", "memory") == {"report"}
 

@@ -81,6 +81,11 @@ class Matrix:
     def speedup(self, name: str, protocol: str, category: str | None) -> Interval | None:
         return Interval(1.0, 1.0, 1.0) if name == "base" else self.ratio([name], ["base"], protocol, category)
 
+    def over_plain(self, name: str, category: str | None) -> Interval | None:
+        """What speculation alone gains: against plain decoding of the same target. None for plain rows."""
+        row = self.rows[name]
+        return self.ratio([name], [row.target], NATURAL, category) if row.speculative else None
+
     @property
     def noise_floor(self) -> Interval | None:
         return self.ratio([CONTROL], ["base"], NATURAL, None)
@@ -126,6 +131,7 @@ class Matrix:
             found[category] = {
                 "decode_tok_per_s": median_interval(rates, self.seed),
                 "speedup": self.speedup(name, NATURAL, category),
+                "over_plain": self.over_plain(name, category),
                 "acceptance_rate": counts.acceptance_rate,
                 "mean_emitted_per_round": counts.mean_emitted_per_round if self.rows[name].speculative else None,
             }
@@ -185,6 +191,7 @@ def row_metrics(matrix: Matrix, name: str, texts: Sequence[str], graded: Lossles
         **matrix.speeds(name, NATURAL),
         "forced": forced,
         "speedup": speedup,
+        "over_plain": matrix.over_plain(name, None),
         "by_category": matrix.by_category(name),
         "acceptance_rate": counts.acceptance_rate,
         "mean_emitted_per_round": counts.mean_emitted_per_round if row.speculative else None,
@@ -201,7 +208,8 @@ def void_metrics(row: Row) -> dict[str, Any]:
     assert row.void is not None
     measured = (
         "draft", "readback", "draft_readback", "ttft_ms", "tpot_ms", "decode_tok_per_s", "forced", "speedup",
-        "acceptance_rate", "mean_emitted_per_round", "read_bytes_per_token", "ceiling_tok_per_s", "ceiling_share",
+        "over_plain", "acceptance_rate", "mean_emitted_per_round", "read_bytes_per_token", "ceiling_tok_per_s",
+        "ceiling_share",
     )  # fmt: skip
     ledger = ("weight_bytes", "draft_weight_bytes", "peak_memory_bytes", "peak_load_memory_bytes", "workspace_bytes")
     return {

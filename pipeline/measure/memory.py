@@ -20,6 +20,21 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PROCESS_BYTES = 2**30  # interpreter and libraries, or a CUDA context, and workspace
 
 
+def allocation_failure(error: Exception) -> str | None:
+    """One line with a way out when `error` is torch's word for memory that was not there; None for anything else."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not re.search(
+        r"can't allocate memory|out of memory", text, re.IGNORECASE
+    ):
+        return None
+    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ [KMGT]iB)", text)
+    piece = "a tensor" if asked is None else f"a tensor of {asked[2] or f'{int(asked[1]) / 2**30:.1f} GiB'}"
+    return (
+        f"not enough memory for {piece}; close other programs, lower evaluate.batch_size, *.max_new_tokens or "
+        f"prompts.max_prompt_tokens, or take a smaller model"
+    )
+
+
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers; tensors that share storage (a tied head) count once, packed ones as is."""
     storages = {}

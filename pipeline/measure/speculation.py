@@ -33,10 +33,20 @@ class Costs:
         """tau / (K c + v(K + 1) + overhead) (Leviathan et al. 2023, theorem 3.8, with a verification that costs)."""
         if draft_len == 0:
             return 1.0
-        if mean_emitted_per_round is None or self.cost_ratio is None:
+        cost = self.round_cost(draft_len)
+        return None if mean_emitted_per_round is None or cost is None else mean_emitted_per_round / cost
+
+    def round_cost(self, draft_len: int) -> float | None:
+        """K c + v(K + 1) + overhead: a round in steps of the target; None without a draft that has a cost."""
+        if self.cost_ratio is None:
             return None
         overhead = self.overhead_ms / self.target_step_ms[1]
-        return mean_emitted_per_round / (draft_len * self.cost_ratio + self.verify_cost[draft_len + 1] + overhead)
+        return draft_len * self.cost_ratio + self.verify_cost[draft_len + 1] + overhead
+
+    def break_even_acceptance(self, draft_len: int) -> float | None:
+        """The acceptance rate at which a round pays for itself: tau = 1 + K rate equals its cost. Above 1: never."""
+        cost = self.round_cost(draft_len) if draft_len else None
+        return None if cost is None else (cost - 1) / draft_len
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -71,6 +81,7 @@ def curve_point(counts: Replay | Acceptance, draft_len: int, costs: Costs) -> di
         "accept_conditional": counts.accept_conditional,
         "mean_emitted_per_round": tau,
         "predicted_speedup": costs.predicted_speedup(tau, draft_len),
+        "break_even_acceptance": costs.break_even_acceptance(draft_len),
         "measured": None,
     }
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pipeline import provenance
+from pipeline.measure.memory import allocation_failure
 from pipeline.measure.setup import ArmSpec, Ask
 
 if TYPE_CHECKING:
@@ -202,8 +203,9 @@ def serve(lines: Iterator[str], answers: IO[str]) -> None:
             else:
                 answer = {"result": commands[name](**message)}
         except Exception as e:  # every error is the parent's to judge
-            kind = next((k for k, cls in ERRORS.items() if isinstance(e, cls)), type(e).__name__)
-            text = " ".join(str(e).split())
+            too_large = allocation_failure(e)
+            known = next((k for k, cls in ERRORS.items() if isinstance(e, cls)), type(e).__name__)
+            kind, text = ("MemoryError", too_large) if too_large else (known, " ".join(str(e).split()))
             answer = {"kind": kind, "error": text if kind in ERRORS else f"{type(e).__name__}: {text}"}
         answers.write(json.dumps(provenance.finite(answer)) + "\n")
         answers.flush()

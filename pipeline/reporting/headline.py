@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.measure.statistics import differs_from_one
 from pipeline.reporting import markdown, numbers
-from pipeline.reporting.numbers import fixed, interval, na, number, over, ratio, share, signed_interval, stacked
+from pipeline.reporting.numbers import fixed, interval, na, number, ratio, share, signed_interval, stacked
 from pipeline.reporting.recommendation import answer_ms
 from pipeline.reporting.rows import Row
 from pipeline.reporting.study import Study
@@ -75,9 +75,9 @@ def unless_claimed(row: Row, study: Study) -> str:
 def speculation(row: Row, study: Study) -> str:
     """Whether speculative decoding pays for this target, against plain decoding of the same target."""
     plain, spec = study.rows[row.target], study.rows[f"{row.target}_spec"]
-    if spec.verdict != "OK" or spec.speedup is None or plain.speedup is None:
+    gained = spec.over_plain
+    if spec.verdict != "OK" or gained is None or plain.speedup is None:
         return f"whether speculation pays is not known (`{spec.name}` is {spec.verdict})"
-    gained = over(spec.speedup, plain.speedup)
     shown = f"{ratio(gained)} times the speed of plain decoding at K = {spec.draft_len}"
     if not differs_from_one(gained, study.floor):
         return f"speculation makes no difference beyond the noise floor: {shown}"

@@ -11,15 +11,18 @@ from pipeline.reporting import checks
 from pipeline.reporting.numbers import change_pct, interval_of, is_finite
 from pipeline.reporting.records import TARGETS, Records
 
-SPEEDS = ("ttft_ms", "tpot_ms", "decode_tok_per_s", "speedup")
+SPEEDS = ("ttft_ms", "tpot_ms", "decode_tok_per_s", "speedup", "over_plain")
 # a VOID row's speeds say nothing; those of a row measured under other conditions enter no ratio
-HIDDEN = {"VOID": SPEEDS, "NOT COMPARABLE": ("speedup",)}
+HIDDEN = {"VOID": SPEEDS, "NOT COMPARABLE": ("speedup", "over_plain")}
 ARMS = tuple(arm for target in TARGETS for arm in (target, f"{target}_spec"))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration. Quality is that of the target model: drafts never score."""
+    """One configuration. Quality is that of the target model: drafts never score.
+
+    `speedup`: over `base`; `over_plain`: of a speculative row over plain decoding of its own target.
+    """
 
     name: str
     target: str
@@ -34,6 +37,7 @@ class Row:
     tpot_ms: Interval | None
     decode_tok_per_s: Interval | None
     speedup: Interval | None
+    over_plain: Interval | None
     acceptance_rate: float | None
     lossless: str | None
     token_ppl: float | None

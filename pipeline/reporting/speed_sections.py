@@ -42,10 +42,29 @@ def categories(study: Study) -> str:
         for category in names
         for i, name in enumerate(study.rows)
     ]
-    headers = ["prompts", "row", "decode, tok/s", "speedup over `base`", "kept", "tokens a round"]
+    headers = ["prompts", "row", "decode, tok/s", "speedup over `base`", "over plain", "kept", "tokens a round"]
     return markdown.section(
-        "By kind of prompt and at equal length", markdown.table(headers, rows, left=2), forced(study)
+        "By kind of prompt and at equal length", markdown.table(headers, rows, left=2), advice(study), forced(study)
     )
+
+
+def advice(study: Study) -> str:
+    """For which kinds of prompt speculation pays, by its gain over plain decoding of the same target."""
+    lines = []
+    for target in TARGETS:
+        row = study.rows[f"{target}_spec"]
+        if row.over_plain is None:
+            lines.append(f"`{target}`: {na(row.verdict)}.")
+            continue
+        kinds: dict[str, list[str]] = {"speculate for": [], "not for": [], "no difference shown for": []}
+        for category, found in study.arms[row.name]["by_category"].items():
+            gained = interval_of(found["over_plain"])
+            shown = gained is not None and differs_from_one(gained, study.floor)
+            faster = "speculate for" if shown and gained and gained.value > 1 else "not for"
+            kinds[faster if shown else "no difference shown for"].append(f"{category} ({ratio(gained)})")
+        told = "; ".join(f"{what} {', '.join(names)}" for what, names in kinds.items() if names)
+        lines.append(f"`{target}`, K = {row.draft_len}: {told}.")
+    return "**When to speculate**, by the gain over plain decoding of the same target:\n\n" + markdown.bullets(lines)
 
 
 def forced(study: Study) -> str:
@@ -62,11 +81,12 @@ def forced(study: Study) -> str:
 def _category(study: Study, name: str, category: str) -> list[str]:
     row, found = study.rows[name], study.arms[name]["by_category"].get(category)
     if found is None or row.decode_tok_per_s is None:
-        return [na(row.verdict)] * 4
+        return [na(row.verdict)] * 5
     speedup = interval_of(found["speedup"]) if row.speedup else None
     return [
         interval(interval_of(found["decode_tok_per_s"])),
         "1" if name == "base" else ratio(speedup, row.verdict),
+        ratio(interval_of(found["over_plain"]) if row.over_plain else None, row.verdict) if row.speculative else "–",
         share(found["acceptance_rate"]) if row.speculative else "–",
         number(found["mean_emitted_per_round"]) if row.speculative else "–",
     ]
@@ -82,7 +102,7 @@ def limits(study: Study) -> str:
         ceilings(study),
         "Speculation is bound by other things: what a draft step costs (**c**, in steps of the target), what checking "
         "K + 1 tokens costs (**v**, in steps of one token) and how many tokens a round yields (**τ**). Predicted "
-        "speedup = τ / (K c + v + overhead).",
+        "speedup = τ / (K c + v + overhead); **to break even**: share of drafted tokens to keep for a speedup of 1.",
         markdown.picture(study.figures, "costs", "Cost of checking n tokens; share of rounds that keep each position"),
         curve(study),
         interactions(study),
@@ -133,6 +153,7 @@ def curve(study: Study) -> str:
                     f"`{target}`",
                     str(k),
                     share(point["acceptance_rate"]),
+                    break_even(point["break_even_acceptance"]),
                     number(point["mean_emitted_per_round"]),
                     number(costs["cost_ratio"], digits=2),
                     fixed(costs["verify_cost"].get(str(k + 1)), 2),
@@ -141,8 +162,13 @@ def curve(study: Study) -> str:
                     (point["measured"]["lossless"] or {}).get("grade") or na("sampling"),
                 ]
             )
-    headers = ["target", "K", "kept", "τ", "c", "v(K + 1)", "predicted", "measured", "lossless"]
+    headers = ["target", "K", "kept", "to break even", "τ", "c", "v(K + 1)", "predicted", "measured", "lossless"]
     return markdown.table(headers, rows)
+
+
+def break_even(rate: Any) -> str:
+    """The share of drafted tokens to be kept; a round that costs more than all of them give never pays."""
+    return share(rate) if not numbers.is_finite(rate) or 0 <= rate <= 1 else "never" if rate > 1 else "always"
 
 
 def batches(study: Study) -> str:

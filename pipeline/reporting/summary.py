@@ -60,6 +60,7 @@ def arm(row: Row, base: Row) -> dict[str, Any]:
         **ends("tpot_ms", row.tpot_ms),
         **ends("decode_tok_per_s", row.decode_tok_per_s),
         **ends("speedup", row.speedup),
+        **ends("over_plain", row.over_plain),
         "acceptance_rate": row.acceptance_rate,
         "lossless": row.lossless,
         "quality_of": row.target,

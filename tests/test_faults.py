@@ -1,0 +1,214 @@
+"""What happens on a machine that is shared: a full disk, a read-only folder, no memory, two of the same at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from smoke_graph import environment, run
+
+from pipeline import provenance
+from pipeline.measure.memory import allocation_failure
+
+STAGES = (
+    "environment", "fetch@target", "fetch@corpus", "calibrate", "prompts", "draft", "quantize@draft", "evaluate@base",
+    "speculate@base", "benchmark", "rank_drafts", "report",
+)  # fmt: skip
+# own mounts, without root: what is mounted goes with the process
+UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
+WRITES = re.compile(r"^(out|out_\w+|metrics)=")
+
+# In a small file system with the old results: fill it up or make it read-only, run the stage, show what is left.
+ON_A_BAD_DISK = """
+set -eu
+mount -t tmpfs -o size=64m none "$DISK"
+cp -r artifacts reports "$DISK/"
+if [ "$FAULT" = full ]; then
+  dd if=/dev/zero of="$DISK/filler" bs=4k 2> /dev/null || true
+  dd if=/dev/zero of="$DISK/rest" bs=1 count=4096 2> /dev/null || true
+else
+  mount -o remount,ro "$DISK"
+fi
+before=$(cd "$DISK" && find artifacts reports | sort | xargs -d '\\n' ls -ld --time-style=full-iso | sha256sum)
+code=0
+"$@" > "$LOG.out" 2> "$LOG.err" || code=$?
+after=$(cd "$DISK" && find artifacts reports | sort | xargs -d '\\n' ls -ld --time-style=full-iso | sha256sum)
+[ "$before" = "$after" ] && echo "untouched $code" || { echo "changed $code"; cd "$DISK" && find . -newer filler; }
+"""
+
+
+def can_mount(folder: Path) -> bool:
+    try:
+        done = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "none", str(folder)], capture_output=True)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def command_of(folder: Path, stage: str) -> list[str]:
+    """Its words in dvc.yaml, interpolated by DVC itself."""
+    from dvc.repo import Repo
+
+    with Repo(str(folder)) as repo:
+        return next(s.cmd.split() for s in repo.index.stages if s.addressing == stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "fault"), [*((stage, "full") for stage in STAGES), ("calibrate", "read-only"), ("report", "read-only")]
+)
+def test_a_disk_that_takes_nothing_costs_one_line_and_no_result(smoke, tmp_path, stage, fault):
+    folder, _ = smoke
+    disk, log = tmp_path / "disk", tmp_path / "log"
+    disk.mkdir()
+    if not can_mount(disk):
+        pytest.skip("no mounts in a user namespace here (unshare)")
+    command = [
+        re.sub(r"=", f"={disk}/", word, count=1) if WRITES.match(word) else word for word in command_of(folder, stage)
+    ]
+    done = subprocess.run(
+        [*UNSHARE, "bash", "-c", ON_A_BAD_DISK, "bash", *command],
+        cwd=folder,
+        env=environment(folder) | {"DISK": str(disk), "LOG": str(log), "FAULT": fault},
+        capture_output=True,
+        text=True,
+    )
+    said = Path(f"{log}.err").read_text()
+    assert done.stdout.split("\n")[0] == "untouched 1", done.stdout + done.stderr + said
+    lines = [line for line in said.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    assert ("No space left" if fault == "full" else "Read-only") in lines[0]
+    assert str(disk) in lines[0], "it says where"
+
+
+def test_memory_that_is_not_there_is_one_line_with_a_way_out():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**45, dtype=torch.uint8)
+    assert allocation_failure(caught.value).startswith("not enough memory for a tensor of 32768.0 GiB; ")
+    gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 8 GiB")
+    assert allocation_failure(gpu).startswith("not enough memory for a tensor of 2.50 GiB; ")
+    assert allocation_failure(RuntimeError("shapes do not match")) is None
+    assert allocation_failure(ValueError("not enough memory")) is None
+
+
+def test_an_allocation_that_fails_in_a_worker_is_the_parents_memory_error(tmp_path):
+    from dataclasses import asdict
+
+    import measure_fixtures as tiny
+
+    from pipeline.config import Sampling
+    from pipeline.measure.setup import Ask, arm_spec
+    from pipeline.measure.worker import Worker
+
+    folder = tiny.checkpoint(tmp_path / "base", seed=1)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**40}
+    (folder / "config.json").write_text(json.dumps(config))
+    worker = Worker("gptq", arm_spec(folder, None, tiny.runtime(), ends=[], trust_remote_code=False))
+    too_long = Ask(0, 2**39, True, Sampling(temperature=0.0, top_k=None, top_p=1.0))
+    short = Ask(0, 4, True, Sampling(temperature=0.0, top_k=None, top_p=1.0))
+    try:
+        with pytest.raises(MemoryError, match=r"^gptq: not enough memory for a tensor of .* GiB; close other programs"):
+            worker.call("generate", prompt_ids=[1, 2], ask=asdict(too_long))
+        assert len(worker.call("generate", prompt_ids=[1, 2], ask=asdict(short))["ids"]) == 4, "it goes on"
+    finally:
+        worker.close()
+
+
+@pytest.mark.slow
+def test_of_two_runs_at_once_the_second_waits_or_says_who_is_there(smoke):
+    """Both make the same stage again; whatever the order, one result stands and no stage ran into the other."""
+    folder, _ = smoke
+    due = provenance.tree_sha256(folder / "artifacts/calibration")
+    command = ["dvc", "repro", "--force", "--single-item", "calibrate"]
+    both = [
+        subprocess.Popen(
+            command, cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate()[0] for process in both]
+    codes = [process.returncode for process in both]
+    assert 0 in codes, said
+    for code, text in zip(codes, said, strict=True):
+        assert code == 0 or re.search(r"lock", text, re.IGNORECASE), text
+        assert "Traceback" not in text
+    assert provenance.tree_sha256(folder / "artifacts/calibration") == due
+    assert run(folder, "dvc", "status", "calibrate").stdout.count("changed") == 0
+
+
+@pytest.mark.slow
+def test_eight_multirun_jobs_at_once_lose_nothing(smoke):
+    folder, _ = smoke
+    jobs = []
+    for seed in range(8):
+        command = [
+            sys.executable, "-m", "pipeline.sweep", "--multirun", "experiment=smoke", f"runtime.seed={seed}",
+            "sweep.stages=[calibrate]", f"hydra.sweep.dir=multirun/at_once/{seed}",
+        ]  # fmt: skip
+        jobs.append(subprocess.Popen(command, cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True))
+    said = [job.communicate()[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * 8, said
+    summaries = [json.loads(p.read_text()) for p in sorted(folder.glob("multirun/at_once/*/*/summary.json"))]
+    assert len(summaries) == 8 and all("error" not in s and s["calibrate"]["rows"] for s in summaries)
+    assert run(folder, "dvc", "status", "calibrate").stdout.count("changed") == 0, "the workspace is as it was"
+
+
+@pytest.mark.slow
+def test_two_writers_to_one_store_leave_one_whole_run(smoke, tmp_path):
+    """Both create the store; the second finds what the first has written and adds nothing."""
+    folder, _ = smoke
+    params = yaml.safe_load((folder / "params.yaml").read_text())
+    params["track"]["uri"] = f"sqlite:///{tmp_path}/store.db"
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
+    words = [w for w in command_of(folder, "track") if not w.startswith("metrics=")]
+    command = [*words, "--params", str(tmp_path / "params.yaml")]
+    done = []
+
+    def track(i: int) -> None:
+        done.append(run(folder, *command, f"metrics={tmp_path}/metrics/{i}.json"))
+
+    threads = [threading.Thread(target=track, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
+    found = sorted(json.loads((tmp_path / f"metrics/{i}.json").read_text())["metrics"]["status"] for i in range(2))
+    assert found == ["kept", "logged"]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/store.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == params["track"]["experiment"]]
+    runs = client.search_runs([experiment.experiment_id])
+    assert len(runs) == 7 and {r.info.status for r in runs} == {"FINISHED"}, "a parent and six arms"
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_a_thousand_generations(tmp_path):
+    import measure_fixtures as tiny
+
+    from pipeline.config import Sampling
+    from pipeline.measure.arm import Arm
+    from pipeline.measure.memory import resident_bytes
+    from pipeline.measure.setup import Ask, DraftSpec, arm_spec
+
+    folder = tiny.checkpoint(tmp_path / "base", seed=1)
+    draft = DraftSpec("model", str(folder), None, pack_head=False)
+    arm = Arm(arm_spec(folder, draft, tiny.runtime(), ends=[], trust_remote_code=False))
+    greedy = Sampling(temperature=0.0, top_k=None, top_p=1.0)
+    sampled = Sampling(temperature=1.0, top_k=None, top_p=1.0)
+    asks = [Ask(k, 12, True, how) for k in (0, 3) for how in (greedy, sampled)]
+    held = []
+    for i in range(1000):
+        arm.generate([1 + i % 200, 2, 3 + i % 50], asks[i % 4])
+        if i % 100 == 99:
+            held.append(resident_bytes("VmRSS"))
+    print(f"MiB held after each hundred generations: {[round(b / 2**20, 1) for b in held]}")
+    assert held[-1] - held[1] < 4 * 2**20, held
