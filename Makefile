@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := true
 
-.PHONY: bench sweep verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
+.PHONY: bench bench-peers sweep verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -66,10 +66,12 @@ compare: setup ## these results against another commit's, exit 1 on a regression
 	@test -n "$(BASE)" || { echo "error: BASE is not set; make compare BASE=main" >&2; exit 2; }
 	@python -m pipeline.compare --base "$(BASE)"
 
-# jobs share this machine's cores: one after the other
+# jobs share this machine's cores: one after the other; the workspace's own results are points as well
+GRIDS := quantize.gptq.group_size=32,128 quantize.gptq.backend=llmcompressor quantize.awq.backend=llmcompressor
 sweep: setup ## quality against size over settings, into reports/sweep.md: make sweep [GRID='quantize.gptq.bits=3,4']
-	python -m pipeline.sweep --multirun $(or $(GRID),quantize.gptq.group_size=32,64,128) \
-		'sweep.stages=[quantize@gptq,evaluate@gptq,quantize@awq,evaluate@awq]'
+	for grid in $(if $(GRID),'$(GRID)',$(GRIDS)); do \
+		python -m pipeline.sweep --multirun $$grid \
+			'sweep.stages=[quantize@gptq,evaluate@gptq,quantize@awq,evaluate@awq]'; done
 	python -m pipeline.tradeoff
 
 verify: setup ## an experiment twice in clean folders, compared: make verify [EXPERIMENT=smoke]
@@ -77,6 +79,11 @@ verify: setup ## an experiment twice in clean folders, compared: make verify [EX
 
 torture: setup ## the smoke graph killed KILLS times at random moments, into reports/torture.json
 	python -m tests.torture --kills $(or $(KILLS),50)
+
+bench-peers: setup ## llama.cpp for `make bench`, compiled for this machine (minutes)
+	test -x envs/peers/.venv/bin/python || $(PYTHON) -m venv envs/peers/.venv
+	CMAKE_ARGS="-DGGML_NATIVE=on" envs/peers/.venv/bin/pip install --quiet --requirement envs/peers/requirements.txt
+	python -m bench.peers
 
 bench: setup ## this engine beside transformers on the default artifacts, into reports/bench/ (quiet machine, minutes)
 	python -m bench.decoding

@@ -203,7 +203,7 @@ class Sampling:
 @dataclass(kw_only=True)
 class Timing:
     block_prompts_per_category: int = key("prompts of each category in one block; blocks rotate through them", ge=1)
-    min_blocks: int = key("undisturbed blocks before an interval is trusted", ge=2)
+    min_blocks: int = key("undisturbed blocks before an interval is trusted; so many are run whatever the budget", ge=2)
     max_blocks: int = key("undisturbed blocks at most", ge=2)
     time_budget_s: float = key("stop repeating after this long; wide rows are then UNDECIDED", "s", gt=0)
     precision: float = key("requested half-width of the 95 % interval of a ratio, relative", gt=0, le=1)

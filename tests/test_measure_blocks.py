@@ -25,7 +25,7 @@ class Machine:
         return self.now
 
     def arm(self, name, seconds):
-        def run(index):
+        def run(index, turn):
             self.calls.append(name)
             took = seconds * (1 + self.drift * len(self.calls))
             self.now += took
@@ -40,9 +40,10 @@ class Machine:
         return self.disturbances.pop(0) if self.disturbances else QUIET
 
 
-def run(machine, arms, precise=lambda blocks: False, **changes):
+def run(machine, arms, precise=lambda blocks: False, turns=1, **changes):
     made = {name: machine.arm(name, seconds) for name, seconds in arms.items()}
-    return run_blocks(made, timing=timing(max_load=0.5, **changes), meter=machine, precise=precise, clock=machine.clock)
+    how = {"turns": turns, "join": sum, "timing": timing(max_load=0.5, **changes), "precise": precise}
+    return run_blocks(made, meter=machine, clock=machine.clock, **how)
 
 
 def test_order_turns_round_in_every_other_block():
@@ -81,9 +82,38 @@ def test_stops_when_precise_but_not_before_the_least_number():
     assert len(done.kept) == 4
 
 
-def test_two_blocks_are_run_whatever_the_budget():
-    done = run(Machine(), {"a": 100}, time_budget_s=1.0)
-    assert len(done.kept) == 2
+def test_the_least_number_of_blocks_is_run_whatever_the_budget():
+    assert len(run(Machine(), {"a": 100}, min_blocks=3, max_blocks=9, time_budget_s=1.0).kept) == 3
+    noisy = run(Machine([NOISY] * 99), {"a": 100}, min_blocks=3, max_blocks=9, time_budget_s=1.0)
+    assert len(noisy.all) == 3, "a machine that never rests is not waited for"
+
+
+def test_arms_take_turns_within_a_block():
+    machine = Machine()
+    done = run(machine, {"a": 1, "b": 2}, turns=3, min_blocks=2, max_blocks=2, time_budget_s=100.0)
+    assert machine.calls == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
+    assert [b.samples for b in done.kept] == [{"a": 3, "b": 6}] * 2
+
+
+def test_short_turns_pair_what_a_drift_of_seconds_pulls_apart():
+    """A machine that is slow for some seconds, again and again: arms that follow each other closely meet it alike."""
+
+    class Uneven(Machine):
+        def arm(self, name, seconds):
+            def run(index, turn):
+                took = seconds * (3.0 if self.now % 40 < 13 else 1.0)
+                self.now += took
+                return took
+
+            return run
+
+    def spread(turns, seconds):
+        arms = dict.fromkeys("ab", seconds)
+        done = run(Uneven(), arms, turns=turns, min_blocks=12, max_blocks=12, time_budget_s=1e6)
+        ratios = [b.samples["b"] / b.samples["a"] for b in done.kept]
+        return max(ratios) / min(ratios)
+
+    assert spread(8, 1.0) < spread(1, 8.0)
 
 
 def test_steal_and_foreign_gpu_processes_disturb():

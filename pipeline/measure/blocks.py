@@ -1,4 +1,4 @@
-"""Interleaved blocks: A B C D, then D C B A, ..., each watched for work of other processes and repeated if need be."""
+"""Interleaved blocks of turns: A B C D, then D C B A, ..., watched for work of other processes, repeated if need be."""
 
 from __future__ import annotations
 
@@ -124,8 +124,10 @@ def order_of(arms: Sequence[str], block: int) -> list[str]:
 
 
 def run_blocks(
-    arms: dict[str, Callable[[int], Any]],
+    arms: dict[str, Callable[[int, int], Any]],
     *,
+    turns: int,
+    join: Callable[[list[Any]], Any],
     timing: Timing,
     meter: Meter,
     precise: Callable[[list[Block]], bool],
@@ -133,9 +135,10 @@ def run_blocks(
 ) -> Blocks:
     """Run blocks until `precise` holds on `timing.min_blocks` undisturbed ones or more, or time or blocks run out.
 
-    `arms[name](index)` is one timed run in block `index`. A disturbed block does not count, so that another is run
-    for it within the budget. Two blocks are always run: fewer give no interval. The first call of each arm belongs to
-    the caller's warm-up, before this.
+    A block has `turns`, in each of which every arm runs once: `arms[name](index, turn)`; `join` makes one sample of an
+    arm's turns. The shorter a turn, the more alike is what slows two arms within it. A disturbed block does not count,
+    so that another is run for it within the budget; `timing.min_blocks` are run whatever the budget, since fewer
+    decide nothing. The first call of each arm belongs to the caller's warm-up, before this.
     """
     done = Blocks()
     started = clock()
@@ -145,7 +148,11 @@ def run_blocks(
             order = order_of(list(arms), index)
             meter.start()
             block_started = clock()
-            samples = {name: arms[name](index) for name in order}
+            parts: dict[str, list[Any]] = {name: [] for name in order}
+            for turn in range(turns):
+                for name in order_of(list(arms), index + turn):
+                    parts[name].append(arms[name](index, turn))
+            samples = {name: join(found) for name, found in parts.items()}
             seconds = clock() - block_started
             disturbance = meter.stop()
             done.all.append(Block(index, order, samples, disturbance, disturbance.beyond(timing.max_load), seconds))
@@ -155,7 +162,7 @@ def run_blocks(
             if len(quiet) >= timing.max_blocks or (len(quiet) >= timing.min_blocks and precise(quiet)):
                 break
             next_s = median([b.seconds for b in done.all])
-            if len(done.all) >= 2 and done.seconds + next_s > timing.time_budget_s:
+            if len(done.all) >= timing.min_blocks and done.seconds + next_s > timing.time_budget_s:
                 break
     _choose(done, timing.min_blocks)
     return done

@@ -53,7 +53,13 @@ def step_costs(
         names = ("round", "draft", str(round_len + 1), "plain round", "1")
         rows = zip(*(seconds[name] for name in names), strict=True)
         overhead_s = median([r - round_len * d - verify - (plain - one) for r, d, verify, plain, one in rows])
-    ms = {name: 1e3 * median(s) for name, s in seconds.items() if name not in ("round", "plain round")}
+    # each as the median of its ratios to the step beside it: a machine whose speed drifts slows both alike
+    one_ms = 1e3 * median(seconds["1"])
+    ms = {
+        name: one_ms * median([t / one for t, one in zip(s, seconds["1"], strict=True)])
+        for name, s in seconds.items()
+        if name not in ("round", "plain round")
+    }
     draft_ms = ms.pop("draft", None)
     return {
         "draft_step_ms": draft_ms,

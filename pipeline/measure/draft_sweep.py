@@ -84,9 +84,9 @@ class DraftSweep:
         """Time every K in interleaved blocks, each over the prompts of its turn."""
         timing = self.settings.timing
 
-        def timed(draft_len: int) -> Callable[[int], list[Answer]]:
-            return lambda index: [
-                self.answer(p, draft_len) for p in self.prompts.block(index, timing.block_prompts_per_category)
+        def timed(draft_len: int) -> Callable[[int, int], list[Answer]]:
+            return lambda index, turn: [
+                self.answer(self.prompts.block(index, timing.block_prompts_per_category)[turn], draft_len)
             ]
 
         def precise(blocks: list[Block]) -> bool:
@@ -98,6 +98,8 @@ class DraftSweep:
             self.answer(self.prompts.all[0], k)
         return run_blocks(
             {str(k): timed(k) for k in draft_lens},
+            turns=len(self.prompts.block(0, timing.block_prompts_per_category)),
+            join=lambda parts: [answer for part in parts for answer in part],
             timing=timing,
             meter=ProcessMeter(lambda: [], lambda: nvidia_state([]) if self.arm.meter.cuda else None),
             precise=precise,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pipeline.config import Benchmark
@@ -47,6 +47,12 @@ class Sample:
     readback: dict[str, Any]
     ledger: dict[str, Any]
     read_bytes: dict[str, int]
+
+
+def joined(turns: Sequence[Sample]) -> Sample:
+    """The turns of a block as one sample; what the process says of itself is what it said last."""
+    answers = {p: [a for turn in turns for a in turn.answers[p]] for p in turns[0].answers}
+    return replace(turns[-1], answers=answers)
 
 
 @dataclass

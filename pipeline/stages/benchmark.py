@@ -24,6 +24,7 @@ from pipeline.measure.matrix import (
     Row,
     Sample,
     distinct,
+    joined,
     ratios_to_base,
     row_metrics,
     void_metrics,
@@ -185,11 +186,14 @@ class Driver:
         per_category = self.settings.timing.block_prompts_per_category
         cuda = self.runtime.device.startswith("cuda")
 
-        def timed(name: str) -> Callable[[int], Sample]:
+        # an arm that is loaded anew for each of its turns has all its prompts in one
+        turns = len(self.prompts.block(0, per_category)) if self.resident else 1
+
+        def timed(name: str) -> Callable[[int, int], Sample]:
             protocols = [NATURAL] if self.rows[name].speculative else [NATURAL, FORCED]
 
-            def sample(index: int) -> Sample:
-                worker, prompts = workers[name], self.prompts.block(index, per_category)
+            def sample(index: int, turn: int) -> Sample:
+                worker, prompts = workers[name], self.prompts.block(index, per_category)[turn::turns]
                 answers = {p: [self.generate(name, worker, p, prompt) for prompt in prompts] for p in protocols}
                 ledger = worker.call("ledger", budgets_bytes=self.settings.memory_budgets_bytes)
                 return Sample(answers, worker.call("describe"), ledger, worker.call("read_bytes"))
@@ -198,6 +202,8 @@ class Driver:
 
         return run_blocks(
             {name: timed(name) for name in self.specs},
+            turns=turns,
+            join=joined,
             timing=self.settings.timing,
             meter=ProcessMeter(workers.pids, lambda: nvidia_state(workers.pids()) if cuda else None),
             precise=lambda found: precise_enough(
