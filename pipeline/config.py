@@ -239,6 +239,7 @@ class RankDrafts:
     candidates: list[Literal["draft", "quantized_draft", "gptq", "awq", "ngram"]] = key("of the graph itself")
     folders: list[str] = key("further local model folders to rank beside them")
     ngram_max: int = key("longest suffix that the lookup looks for", "tokens", ge=1)
+    cost_repeats: int = key("timed pairs of a candidate's step and the target's", ge=3)
 
 
 @dataclass(kw_only=True)

@@ -88,7 +88,12 @@ def sweeps(study, twin_sweep):
 
 
 def rank(study: Path, sweeps, draft: str = "twin", **changes):
-    settings = {"candidates": ["draft", "quantized_draft", "gptq", "ngram"], "folders": [], "ngram_max": 3}
+    settings = {
+        "candidates": ["draft", "quantized_draft", "gptq", "ngram"],
+        "folders": [],
+        "ngram_max": 3,
+        "cost_repeats": 3,
+    }
     return rank_drafts.run(
         RankDrafts(**(settings | changes)),
         tiny.speculate(),

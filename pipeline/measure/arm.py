@@ -18,7 +18,7 @@ from pipeline.engine.generate import Generation, generate
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposer
 from pipeline.engine.replay import KeptAt, kept_from_hits
 from pipeline.engine.sample import Sampling
-from pipeline.measure.costs import BatchSeconds, batch_seconds, step_costs
+from pipeline.measure.costs import BatchSeconds, batch_seconds, draft_cost_ratio, step_costs
 from pipeline.measure.memory import Ledger, PeakMeter, read_bytes_per_step, resident_bytes, weight_bytes
 from pipeline.measure.setup import ArmSpec, Ask, DraftSpec
 from pipeline.measure.verdict import LogitGaps
@@ -40,6 +40,11 @@ class Arm:
         self.peak_load_reason = self.meter.reason
         self.meter.reset()
         self.longest_tokens = 0
+
+    def draft_with(self, draft: DraftSpec) -> None:
+        """Another draft for the loaded target."""
+        self.draft = None
+        self.proposer = self._proposer(draft)
 
     def _proposer(self, draft: DraftSpec) -> Proposer:
         if draft.folder is None:
@@ -137,6 +142,10 @@ class Arm:
     ) -> dict[str, Any]:
         how = _sampling(sampling)
         return step_costs(self.target, self.proposer, context_ids, max_tokens, repeats, round_len, how)
+
+    def draft_cost_ratio(self, context_ids: list[int], draft_len: int, repeats: int) -> float:
+        assert self.proposer is not None
+        return draft_cost_ratio(self.target, self.proposer, context_ids, draft_len, repeats)
 
     def batch_seconds(
         self, context_ids: list[int], batch_sizes: list[int], draft_lens: list[int], repeats: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.engine.cache import StaticCache
+from pipeline.engine.cache import Cache, StaticCache
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.generate import one_round
 from pipeline.engine.lean import LeanDecoder
@@ -39,9 +39,10 @@ def step_costs(
     bookkeeping of a round and not of a token. 0 without a draft.
     """
     prefix, fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
-    steps = {str(n): _timed_forward(target, prefix, fed[:n]) for n in range(1, max_tokens + 1)}
+    cache = _filled(target, prefix, max_tokens)
+    steps = {str(n): _timed_forward(target, cache, fed[:n]) for n in range(1, max_tokens + 1)}
     if isinstance(proposer, ModelProposer):
-        steps["draft"] = _timed_forward(proposer.decoder, prefix, fed[:1])
+        steps["draft"] = _timed_forward(proposer.decoder, _filled(proposer.decoder, prefix, 1), fed[:1])
     elif proposer is not None:
         steps["draft"] = _timed_proposal(proposer, context_ids, max_tokens)
     if proposer is not None and round_len:
@@ -69,6 +70,21 @@ def step_costs(
     }
 
 
+def draft_cost_ratio(
+    target: Decoder, proposer: Proposer, context_ids: list[int], draft_len: int, repeats: int
+) -> float:
+    """c: a draft step over a target step at one token, the median of pairs timed beside each other after
+    `context_ids` but its last token (a lookup's step: that of `draft_len` tokens, shared out)."""
+    prefix, fed = context_ids[:-1], context_ids[-1:]
+    steps = {"target": _timed_forward(target, _filled(target, prefix, 1), fed)}
+    if isinstance(proposer, ModelProposer):
+        steps["draft"] = _timed_forward(proposer.decoder, _filled(proposer.decoder, prefix, 1), fed)
+    else:
+        steps["draft"] = _timed_proposal(proposer, context_ids, draft_len)
+    seconds = interleaved(steps, repeats)
+    return median([d / t for d, t in zip(seconds["draft"], seconds["target"], strict=True)])
+
+
 # per repeat: a target forward over n tokens of each sequence, n -> seconds, and one draft step of all (0 -> seconds)
 BatchSeconds = list[dict[int, float]]
 
@@ -92,10 +108,10 @@ def batch_seconds(
         return "batches are measured with a draft model in the engine lean only"
     counts = sorted({1, *(k + 1 for k in draft_lens)})
     room, largest = max(counts), max(batch_sizes)
-    of_target = _filled(target, context_ids, room, largest)
+    of_target = _filled_batch(target, context_ids, room, largest)
     of_draft = None
     if isinstance(proposer, ModelProposer) and isinstance(proposer.decoder, LeanDecoder):
-        of_draft = (proposer.decoder, _filled(proposer.decoder, context_ids, 1, largest))
+        of_draft = (proposer.decoder, _filled_batch(proposer.decoder, context_ids, 1, largest))
     found = {}
     for batch in batch_sizes:
         steps = {str(n): _timed_batch(target, of_target, batch, context_ids[-n:]) for n in counts}
@@ -106,10 +122,10 @@ def batch_seconds(
     return found
 
 
-def _filled(decoder: LeanDecoder, context_ids: list[int], room: int, batch: int) -> StaticCache:
+def _filled_batch(decoder: LeanDecoder, context_ids: list[int], room: int, batch: int) -> StaticCache:
     """A cache in which `batch` sequences have read `context_ids`, with room for `room` more tokens."""
     cache = decoder.new_cache(len(context_ids) + room, batch)
-    decoder.read_prompt([i if i < decoder.vocab_size else 0 for i in context_ids], cache, 0)
+    decoder.read_prompt(_ids(decoder, context_ids).tolist(), cache, 0)
     for buffer in (*cache.keys, *cache.values):
         buffer[1:] = buffer[:1]
     cache.lengths = [len(context_ids)] * batch
@@ -117,7 +133,7 @@ def _filled(decoder: LeanDecoder, context_ids: list[int], room: int, batch: int)
 
 
 def _timed_batch(decoder: LeanDecoder, cache: StaticCache, batch: int, fed: list[int]) -> Callable[[], float]:
-    ids_BT = torch.tensor([[i if i < decoder.vocab_size else 0 for i in fed]] * batch, device=decoder.device)
+    ids_BT = _ids(decoder, fed).repeat(batch, 1)
     rows = cache.rows(0, batch)
     lengths = list(rows.lengths)
 
@@ -142,20 +158,28 @@ def interleaved(steps: Mapping[str, Callable[[], float]], repeats: int) -> dict[
     return seconds
 
 
-def _timed_forward(decoder: Decoder, prefix: list[int], fed: list[int]) -> Callable[[], float]:
-    """A function that times one forward over `fed` after `prefix`, with its choice read back as in a real round."""
-    known = [i if i < decoder.vocab_size else 0 for i in [*prefix, *fed]]
-    ids_T = torch.tensor(known, device=decoder.device)
-    cache = decoder.new_cache(len(prefix) + len(fed))
+def _ids(decoder: Decoder, ids: list[int]) -> torch.Tensor:
+    """On its device; what a smaller vocabulary does not have is any other token."""
+    return torch.tensor([i if i < decoder.vocab_size else 0 for i in ids], device=decoder.device)
+
+
+def _filled(decoder: Decoder, prefix: list[int], room: int) -> Cache:
+    """A cache that has read `prefix`, with room for `room` more tokens."""
+    cache = decoder.new_cache(len(prefix) + room)
     if prefix:
-        decoder.forward(ids_T[: len(prefix)], cache, last_only=True)
-    fed_T = ids_T[len(prefix) :]
+        decoder.forward(_ids(decoder, prefix), cache, last_only=True)
+    return cache
+
+
+def _timed_forward(decoder: Decoder, cache: Cache, fed: list[int]) -> Callable[[], float]:
+    """A function that times one forward over `fed`, with its choice read back as in a real round."""
+    fed_T, length = _ids(decoder, fed), cache.length
 
     def step() -> float:
         started = time.perf_counter()
         decoder.forward(fed_T, cache).argmax(-1).tolist()
         seconds = time.perf_counter() - started
-        cache.rollback(len(prefix))
+        cache.rollback(length)
         return seconds
 
     return step
@@ -165,8 +189,7 @@ def _timed_round(
     target: Decoder, proposer: Proposer | None, committed: list[int], k: int, sampling: Sampling
 ) -> Callable[[], float]:
     """A function that times one whole round after `committed`, as `generate` runs it."""
-    cache = target.new_cache(len(committed) + k + 1)
-    target.forward(torch.tensor(committed[:-1], device=target.device), cache, last_only=True)
+    cache = _filled(target, committed[:-1], k + 2)
     generator = None if sampling.greedy else torch.Generator(target.device).manual_seed(0)
     if proposer is not None:
         proposer.start(committed[:-1], cache.capacity)

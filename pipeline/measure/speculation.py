@@ -21,6 +21,12 @@ class Costs:
     overhead_ms: float
     context_tokens: int
 
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Costs:
+        """The inverse of `as_json`; what that derives is derived again."""
+        steps = {int(n): ms for n, ms in data["target_step_ms"].items()}
+        return Costs(data["draft_step_ms"], steps, data["overhead_ms"], data["context_tokens"])
+
     @property
     def cost_ratio(self) -> float | None:
         return None if self.draft_step_ms is None else self.draft_step_ms / self.target_step_ms[1]

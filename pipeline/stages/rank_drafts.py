@@ -6,17 +6,16 @@ tokens and a few timed steps, whatever its number of layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import provenance
 from pipeline.config import Model, RankDrafts, Runtime, Speculate
 from pipeline.measure import memory
 from pipeline.measure.answers import Answer
-from pipeline.measure.draft_sweep import DraftSweep, Traced
 from pipeline.measure.setup import (
     TARGETS,
-    ArmSpec,
     DraftSpec,
     PromptSet,
     arm_spec,
@@ -25,8 +24,11 @@ from pipeline.measure.setup import (
     read_prompts,
     refuse_other_tokens,
 )
-from pipeline.measure.speculation import best_predicted
+from pipeline.measure.speculation import Costs, best_predicted, curve_point, replay_all
 from pipeline.measure.statistics import paired_mean_difference
+
+if TYPE_CHECKING:
+    from pipeline.measure.arm import Arm
 from pipeline.progress import bar
 
 
@@ -64,15 +66,21 @@ def run(
             refuse_other_tokens(checkpoints[key], spec)
     answers = {key: recorded(sweeps[key] / "trace.json", prompt_set) for key in TARGETS}
     memory.refuse_too_little(runtime.min_free_memory_bytes)
+
+    from pipeline.measure.arm import Arm
+
+    lens = sorted(k for k in speculate.draft_lens if k)
     found: dict[str, list[dict[str, Any]]] = {}
     with bar("candidate drafts", sum(map(len, chosen.values())), "candidate") as shown:
         for key, specs in chosen.items():
             used, _ = draft_for(key, draft, quantized_draft)
+            costs = Costs.from_json(provenance.read_json(sweeps[key] / "costs.json"))
             rows: list[dict[str, Any]] = []
+            arm = Arm(arm_spec(checkpoints[key], None, runtime, ends=[], trust_remote_code=model.trust_remote_code))
             for name, spec in specs.items():
-                arm = arm_spec(checkpoints[key], spec, runtime, ends=[], trust_remote_code=model.trust_remote_code)
+                arm.draft_with(spec)
                 about = {"candidate": name, "kind": spec.kind, "in_matrix": spec == used}
-                rows.append(about | measured(arm, prompt_set, answers[key], speculate, runtime.seed))
+                rows.append(about | measured(arm, answers[key], costs, lens, rank_drafts.cost_repeats, runtime.seed))
                 shown.update()
             found[key] = sorted(rows, key=lambda row: -row["predicted_speedup"]["value"])
     return {"targets": found, "reason": None}
@@ -115,34 +123,33 @@ def recorded(trace: Path, prompts: PromptSet) -> list[Answer]:
 
 
 def measured(
-    spec: ArmSpec, prompts: PromptSet, answers: list[Answer], speculate: Speculate, seed: int
+    arm: Arm, answers: list[Answer], recorded_costs: Costs, draft_lens: list[int], repeats: int, seed: int
 ) -> dict[str, Any]:
-    """One candidate's agreement, cost and prediction; the interval resamples prompts (not the costs)."""
-    from pipeline.engine.replay import replay
-    from pipeline.measure.arm import Arm
+    """The loaded candidate's agreement, cost and prediction; the interval resamples prompts, not costs.
 
-    arm = Arm(spec)
-    sweep = DraftSweep(arm, prompts, speculate, seed)
+    Only its step is timed, beside the target's: what checking costs is the sweep's, the same for all candidates.
+    """
+    from pipeline.engine.replay import replay
+
+    kept_ats = []
     for answer in answers:
         hits = arm.hits(answer.prompt.ids, answer.ids) if arm.draft else None
-        kept_at = arm.kept_at(answer.prompt.ids, answer.ids, hits)
-        sweep.traced.append(Traced(answer, hits, kept_at))
-    lens = sorted(speculate.draft_lens)
-    costs = sweep.costs(max(lens))
-    curve = sweep.curve([k for k in lens if k], costs, None)
+        kept_ats.append((len(answer.ids), arm.kept_at(answer.prompt.ids, answer.ids, hits)))
+    context = max((answer.prompt.ids for answer in answers), key=len)
+    ratio = arm.draft_cost_ratio(context, max(draft_lens), repeats)
+    costs = replace(recorded_costs, draft_step_ms=ratio * recorded_costs.target_step_ms[1])
+    curve = [curve_point(counts, k, costs) for k, counts in replay_all(kept_ats, draft_lens).items()]
     best = best_predicted(curve)
-    replayed = [replay([(len(t.answer.ids), t.kept_at)], best) for t in sweep.traced if t.kept_at]
-    rounds = [r for r in replayed if r.rounds]
+    rounds = [r for r in (replay([own], best) for own in kept_ats) if r.rounds]
     kept = paired_mean_difference([r.accepted for r in rounds], [r.rounds for r in rounds], seed)
-    tokens = [(t, position) for t in sweep.traced for position in range(1, len(t.answer.ids))]
-    right = sum(t.kept_at(position, 1)[1] for t, position in tokens if t.kept_at)
+    firsts = [kept_at(position, 1)[1] for tokens, kept_at in kept_ats for position in range(1, tokens)]
     about = arm.describe()["draft"]
     return {
         "precision": about["precision"],
         "weight_bytes": about["weight_bytes"],
-        "agreement": right / len(tokens) if tokens else None,
-        "tokens": len(tokens),
-        "cost_ratio": costs.cost_ratio,
+        "agreement": sum(firsts) / len(firsts) if firsts else None,
+        "tokens": len(firsts),
+        "cost_ratio": ratio,
         "draft_len": best,
         "mean_emitted_per_round": 1 + kept.value,
         "predicted_speedup": {
