@@ -113,6 +113,23 @@ def test_a_position_beyond_the_cache_is_refused_by_the_kernel():
         torch.ops.step.attention(qkv, None, None, 1e-5, table, table, torch.tensor([7]), cache, cache.clone(), 0)
 
 
+@pytest.mark.parametrize("operations", [step.TORCH, pytest.param(torch.ops.step, marks=needs_kernels)])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(90, 16), (180, 64)])
+def test_room_in_the_cache_changes_no_bit(tokens, head_dim, operations):
+    """Plain and speculative decoding ask for caches of different size; a prompt's answer must not hang on it."""
+    H, G, generator = 3, 1, torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, (H + 2 * G) * head_dim, generator=generator)
+    angle = torch.randn(tokens + 64, head_dim // 2, generator=generator)
+
+    def mixed(room: int) -> torch.Tensor:
+        keys, values = (torch.zeros(1, G, tokens + room, head_dim, dtype=torch.bfloat16) for _ in range(2))
+        start = torch.tensor([0])
+        return operations.attention(qkv.clone(), None, None, 1e-5, angle.cos(), angle.sin(), start, keys, values, 0)
+
+    due = mixed(0)
+    assert all(torch.equal(mixed(room), due) for room in (1, 2, 7, 16, 49, 50, 57, 64))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", range(1, 9))
 def test_speculation_gives_the_plain_answer(tmp_path, k, dtype):

@@ -55,7 +55,7 @@ def attention(
     """Causal attention of M new rows of q, k, v side by side, [M, (H + 2 G) D], after writing their keys and values.
 
     Row b of the cache takes them at `start_B[b]` and following; `window` > 0 looks back so many positions only. Tables
-    have D / 2 columns. Returns [M, H D]. Static shapes: it looks at all S positions under a mask.
+    have D / 2 columns. Returns [M, H D]. Elsewhere than on a CPU shapes are static: all S positions under a mask.
     """
     B, G, S, D = keys_BGSD.shape
     T = len(qkv) // B
@@ -69,6 +69,9 @@ def attention(
     row_B1 = torch.arange(B, device=qkv.device)[:, None]
     keys_BGSD[row_B1, :, position_BT] = k_BTGD.to(keys_BGSD.dtype)
     values_BGSD[row_B1, :, position_BT] = v_BTGD.to(values_BGSD.dtype)
+    if qkv.device.type == "cpu":  # else what is free in the cache would decide how sums are rounded
+        S = int(start_B.max()) + T
+        keys_BGSD, values_BGSD = keys_BGSD[:, :, :S], values_BGSD[:, :, :S]
     position_S = torch.arange(S, device=qkv.device)
     seen_BTS = position_S <= position_BT[..., None]
     if window:
