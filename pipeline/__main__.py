@@ -8,6 +8,7 @@ provenance, to `metrics=path`.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import inspect
 import os
@@ -164,8 +165,10 @@ def main(argv: list[str] | None = None) -> int:
         from pipeline.measure.worker import die_with_parent
 
         die_with_parent(os.getppid(), signal.SIGTERM)
+    places: list[str] = []
     try:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)
+        places = [str(p) for n, p in paths.items() if n.startswith("out") or n == "metrics"]
         params, name = config.load(params_path), stage if key is None else f"{stage}@{key}"
         metrics = paths.get("metrics")
         with progress.stage_log(name, metrics and metrics.parent.parent / "logs" / f"{name}.log"):
@@ -173,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as e:
         if os.environ.get("PIPELINE_TRACEBACK"):
             raise
-        print(f"error: {one_line(e)}", file=sys.stderr)
+        print(f"error: {disk_trouble(e, places) or one_line(e)}", file=sys.stderr)
         return 2 if isinstance(e, ValueError) else 1
     except RuntimeError as e:
         from pipeline.measure.memory import allocation_failure
@@ -186,6 +189,15 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted: nothing half-written was kept", file=sys.stderr)
         return 130
     return 0
+
+
+def disk_trouble(error: BaseException, places: list[str]) -> str | None:
+    """A disk that takes nothing, in one line with what was to be written; None for any other error."""
+    code = getattr(error, "errno", None)
+    if code not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    way_out = "make the folder writable" if code == errno.EROFS else "free some space"
+    return f"{os.strerror(code)}, for {', '.join(places)}; {way_out} and run again: nothing half-written was kept"
 
 
 def one_line(error: BaseException) -> str:

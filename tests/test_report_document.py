@@ -285,3 +285,17 @@ def test_the_stage_loads_no_model_library_and_ends_with_the_verdict(tmp_path):
     assert where == f"Report: {tmp_path / 'out' / 'r.md'}"
     assert modules == "[] 0", done.stderr
     assert 'src="f/draft-length-light.svg"' in (tmp_path / "out" / "r.md").read_text()
+
+
+def test_a_candidate_that_beats_the_drafts_interval_is_named_with_the_way_to_measure_it(tmp_path):
+    def lookup_first(metrics):
+        rows = {c["candidate"]: c for c in metrics["targets"]["gptq"]}
+        rows["ngram"]["predicted_speedup"] = {"value": 1.6, "low": 1.5, "high": 1.7}
+        metrics["targets"]["gptq"].sort(key=lambda c: -c["predicted_speedup"]["value"])
+
+    text = text_of(tmp_path, rank_drafts=lookup_first)
+    assert (
+        "- `gptq`: lookup in the text so far is predicted to be better than the draft in the matrix: "
+        "`dvc exp run -S draft=ngram` measures it."
+    ) in text
+    assert "is predicted to be better" not in text_of(tmp_path / "b"), "intervals that meet name nobody"

@@ -64,6 +64,9 @@ CANDIDATES = {
 }
 
 
+OVERRIDES = {"ngram": "draft=ngram"}
+
+
 def ranking(study: Study) -> str:
     """Every candidate for every target, the best prediction first."""
     found = study.records.metrics("rank_drafts")
@@ -89,8 +92,28 @@ def ranking(study: Study) -> str:
     return (
         "**Which draft?** Each candidate read the target's recorded answers once (teacher-forced: nothing is decoded); "
         "agreement as above, **c**: cost of its step in steps of the target. The prediction's interval is over "
-        "prompts; bold is the one in the matrix.\n\n" + markdown.table(headers, rows, left=2)
+        "prompts; bold is the one in the matrix.\n\n"
+        + "\n\n".join(filter(None, [markdown.table(headers, rows, left=2), better(found)]))
     )
+
+
+def better(found: dict[str, Any]) -> str:
+    """Candidates whose prediction lies wholly above that of the draft in the matrix: worth a measurement."""
+    lines = []
+    for target, candidates in found["targets"].items():
+        best, used = candidates[0], next((c for c in candidates if c["in_matrix"]), None)
+        if used is None or best["in_matrix"]:
+            continue
+        ours, theirs = interval_of(best["predicted_speedup"]), interval_of(used["predicted_speedup"])
+        if ours is not None and theirs is not None and ours.low > theirs.high:
+            how = (
+                f": `dvc exp run -S {OVERRIDES[best['candidate']]}` measures it"
+                if best["candidate"] in OVERRIDES
+                else ""
+            )
+            name = CANDIDATES.get(best["candidate"], f"`{best['candidate']}`")
+            lines.append(f"`{target}`: {name} is predicted to be better than the draft in the matrix{how}.")
+    return markdown.bullets(lines) if lines else ""
 
 
 def used(study: Study) -> str:
