@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := true
 
-.PHONY: bench bench-peers sweep verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
+.PHONY: bench sweep verify torture help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -79,11 +79,6 @@ verify: setup ## an experiment twice in clean folders, compared: make verify [EX
 
 torture: setup ## the smoke graph killed KILLS times at random moments, into reports/torture.json
 	python -m tests.torture --kills $(or $(KILLS),50)
-
-bench-peers: setup ## llama.cpp for `make bench`, compiled for this machine (minutes)
-	test -x envs/peers/.venv/bin/python || $(PYTHON) -m venv envs/peers/.venv
-	CMAKE_ARGS="-DGGML_NATIVE=on" envs/peers/.venv/bin/pip install --quiet --requirement envs/peers/requirements.txt
-	python -m bench.peers
 
 bench: setup ## this engine beside transformers on the default artifacts, into reports/bench/ (quiet machine, minutes)
 	python -m bench.decoding

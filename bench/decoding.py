@@ -1,4 +1,4 @@
-"""`python -m bench.decoding`: this engine beside transformers and llama.cpp, on the default experiment's artifacts.
+"""`python -m bench.decoding`: this engine beside transformers' generate, on the default experiment's artifacts.
 
 All arms are loaded in one process and take turns in blocks (A B C, C B A, ...) over the same code prompts, a forced
 number of tokens each; ratios are paired within blocks, with 95 % bootstrap intervals. Writes reports/bench/.
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from bench.arms import Ours, Timed, Transformers, load
-from bench.peers import LlamaCpp
 from pipeline import provenance
 from pipeline.engine.batch import generate_batch
 from pipeline.engine.decoder import Decoder
@@ -44,7 +43,6 @@ print(time.perf_counter() - started)
 # name -> (what, at least, aim, unit); the bounds of a share or a ratio are lower ones, of seconds and costs upper ones
 BOUNDS: dict[str, tuple[str, float, float, str]] = {
     "bf16_plain_vs_transformers": ("bf16 plain / transformers generate", 2.0, 3.0, "x"),
-    "int4_plain_vs_llamacpp": ("int4 plain with 8-bit head / llama.cpp on its own Q4_1 file", 1.0, 1.3, "x"),
     "int4_plain_vs_bf16_plain": ("int4 plain / bf16 plain", 1.5, 2.5, "x"),
     "bf16_spec_vs_bf16_plain": ("bf16 with draft / bf16 plain, code", 1.2, 1.6, "x"),
     "bf16_spec_vs_transformers_assisted": ("bf16 with draft / transformers assisted, same pair and K", 2.0, 4.0, "x"),
@@ -101,11 +99,6 @@ class Study:
             "int4": Ours(self.int4),
             "int4_spec": Ours(self.int4, self.int4_draft, self.draft_lens["awq"]),
         }
-        if (missing := LlamaCpp.why_not()) is None:
-            self.arms["int4_int8_head"] = Ours(load(ARTIFACTS / "quantized/awq", pack_head=True))
-            self.arms["llamacpp"] = LlamaCpp()
-        else:
-            print(f"bench: {missing}", file=sys.stderr)
         self.rates: dict[str, Interval] = {}
         self.batches: list[dict[str, Any]] = []
 
@@ -116,16 +109,13 @@ class Study:
         bandwidth.append(read_bandwidth_bytes_per_s("cpu"))
         self.bandwidth = median(bandwidth)
         self.rates = {name: median_interval([t[name].rate for t in totals], 0) for name in self.arms}
-        if "llamacpp" in self.arms:
-            self.arms["llamacpp"].close()
 
-        def ratio(over: str, under: str) -> Interval | None:
-            return paired_ratio(totals, [over], [under], 0) if under in self.arms else None
+        def ratio(over: str, under: str) -> Interval:
+            return paired_ratio(totals, [over], [under], 0)
 
         better = max(("int4", "int4_spec"), key=lambda name: self.rates[name].value)
-        found: dict[str, Interval | None] = {
+        found = {
             "bf16_plain_vs_transformers": ratio("bf16", "transformers"),
-            "int4_plain_vs_llamacpp": ratio("int4_int8_head", "llamacpp"),
             "int4_plain_vs_bf16_plain": ratio("int4", "bf16"),
             "bf16_spec_vs_bf16_plain": ratio("bf16_spec", "bf16"),
             "bf16_spec_vs_transformers_assisted": ratio("bf16_spec", "transformers_assisted"),
@@ -138,7 +128,7 @@ class Study:
             "prefill_vs_transformers": self._prefill(),
             "start_to_first_token_s": start_to_first_token(),
         }
-        return [record(name, value) for name in BOUNDS if (value := found[name]) is not None]
+        return [record(name, found[name]) for name in BOUNDS]
 
     def _blocks(self) -> list[dict[str, Total]]:
         for arm in self.arms.values():
