@@ -106,8 +106,9 @@ def _shard(source: Path, folder: Path) -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Every path below `folder` with the hash of its content."""
+    """Every path below `folder` with the hash of its content, but for the logs: they tell of a refusal."""
     found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*")}
+    found = {name: p for name, p in found.items() if name.partition("/")[0] != "logs"}
     return {name: provenance.file_sha256(p) if p.is_file() else "folder" for name, p in found.items()}
 
 
