@@ -38,6 +38,7 @@ def row(name, speedup, *, mib=100, ppl=10.0, draft_mib=None, verdict="OK", accur
         tpot_ms=near(10 / speedup),
         decode_tok_per_s=near(100 * speedup),
         speedup=Interval(1.0, 1.0, 1.0) if name == "base" else near(speedup),
+        over_plain=None,
         acceptance_rate=None,
         lossless=None,
         token_ppl=ppl,
