@@ -178,11 +178,10 @@ def test_two_writers_to_one_store_leave_one_whole_run(smoke, tmp_path):
     params["track"]["uri"] = f"sqlite:///{tmp_path}/store.db"
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(params))
     words = [w for w in command_of(folder, "track") if not w.startswith("metrics=")]
-    command = [*words, "--params", str(tmp_path / "params.yaml")]
     done = []
 
     def track(i: int) -> None:
-        done.append(run(folder, *command, f"metrics={tmp_path}/metrics/{i}.json"))
+        done.append(run(folder, *words, f"metrics={tmp_path}/metrics/{i}.json", "--params", f"{tmp_path}/params.yaml"))
 
     threads = [threading.Thread(target=track, args=(i,)) for i in range(2)]
     for thread in threads:
