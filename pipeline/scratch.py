@@ -47,15 +47,19 @@ def _make_writable(folder: Path) -> None:
         path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
-def reproduce(folder: Path) -> int:
-    """`dvc repro` in `folder`; returns its exit code."""
-    environment = os.environ | {
+def environment(root: Path, folder: Path) -> dict[str, str]:
+    """In which commands run in `folder`; kernels are those of the repository `root`."""
+    return os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",  # the `python` of dvc.yaml is this one
         "PYTHONPATH": str(folder.resolve()),
         "DVC_NO_ANALYTICS": "true",
-        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str(Path("artifacts/kernels").resolve())),
+        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str((root / "artifacts/kernels").resolve())),
     }
-    return subprocess.run([*DVC, "repro"], cwd=folder, env=environment, check=False).returncode
+
+
+def reproduce(folder: Path) -> int:
+    """`dvc repro` in `folder`; returns its exit code."""
+    return subprocess.run([*DVC, "repro"], cwd=folder, env=environment(Path.cwd(), folder), check=False).returncode
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from pipeline import scratch
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "hf_planted_secret_0123456789"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(folder),
-        "HF_TOKEN": TOKEN,
-        "DVC_NO_ANALYTICS": "true",
-        "KERNELS_DIR": os.environ.get("KERNELS_DIR", str(ROOT / "artifacts/kernels")),
-    }
+    return scratch.environment(ROOT, folder) | {"HF_TOKEN": TOKEN}
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
@@ -299,3 +300,61 @@ def test_a_candidate_that_beats_the_drafts_interval_is_named_with_the_way_to_mea
         "`dvc exp run -S draft=ngram` measures it."
     ) in text
     assert "is predicted to be better" not in text_of(tmp_path / "b"), "intervals that meet name nobody"
+
+
+def over_plain(**gains):
+    """Edits base_spec's gain over plain decoding by kind of prompt; the noise floor is 2 % either way."""
+
+    def change(metrics):
+        metrics["noise_floor"] = {"value": 1.0, "low": 0.98, "high": 1.02}
+        for category, (value, low, high) in gains.items():
+            entry = metrics["arms"]["base_spec"]["by_category"][category]
+            entry["over_plain"] = {"value": value, "low": low, "high": high}
+
+    return {"benchmark": change}
+
+
+def test_speculation_is_advised_by_kind_of_prompt(tmp_path):
+    text = text_of(tmp_path, **over_plain(code=(1.26, 1.15, 1.3), prose=(0.8, 0.75, 0.85), summary=(1.05, 0.97, 1.2)))
+    line = next(li for li in text.splitlines() if li.startswith("- `base`, K = 2: "))
+    assert line == (
+        "- `base`, K = 2: speculate for code (1.26 (1.15–1.30)); not for prose (0.80 (0.75–0.85)); "
+        "no difference shown for summary (1.05 (0.97–1.20))."
+    )
+
+
+def test_a_gain_within_the_noise_floor_is_no_advice(tmp_path):
+    text = text_of(tmp_path, **over_plain(code=(1.01, 1.005, 1.015), prose=(1.01, 1.005, 1.015)))
+    line = next(li for li in text.splitlines() if li.startswith("- `base`, K = 2: "))
+    assert "no difference shown for code" in line and "speculate for code" not in line
+
+
+def cells_after(text, heading):
+    """Body rows of the first table after `heading`."""
+    lines = text[text.index(heading) :].splitlines()
+    table = takewhile(lambda li: li.startswith("|"), dropwhile(lambda li: not li.startswith("|"), lines))
+    return [[c.strip() for c in li.strip("|").split("|")] for li in list(table)[2:]]
+
+
+def test_the_break_even_column_says_never_where_no_acceptance_would_do(tmp_path):
+    def dear(metrics):
+        next(p for p in metrics["curve"] if p["draft_len"] == 4)["break_even_acceptance"] = 1.2
+
+    rows = cells_after(text_of(tmp_path, speculate__base=dear), "Speculation is bound by other things")
+    shown = {row[1]: row[3] for row in rows if row[0] == "`base`"}
+    assert shown["4"] == "never" and shown["1"].endswith("%") and shown["2"].endswith("%")
+
+
+def test_candidate_drafts_are_listed_with_the_best_first(tmp_path):
+    first = cells_after(text_of(tmp_path), "**Which draft?**")[0]
+    # (1 + agreement) / (c + 1.1) of the fixture: 1.55 / 1.30 is the highest of the four
+    assert first[:2] == ["`base`", "**the draft**"] and "55 %" in first and first[-1].startswith("1.19")
+    untold = text_of(tmp_path / "b", rank_drafts=lambda m: m.update(targets={}, reason="sampling"))
+    assert "Candidate drafts: n/a (sampling)." in untold
+
+
+def test_batches_show_where_the_gain_ends(tmp_path):
+    rows = cells_after(text_of(tmp_path), "**When sequences are decoded together**")
+    assert [(r[1], r[-1]) for r in rows[:3]] == [("1", "2"), ("4", "1"), ("16", "0")]
+    untold = text_of(tmp_path / "b", speculate__gptq=lambda m: m.update(batches="no batches here"))
+    assert "`gptq`: n/a (no batches here)." in untold

@@ -87,6 +87,12 @@ def sweeps(study, twin_sweep):
     return {f"speculate_{key}": study / "out_twin" for key in ("base", "gptq", "awq")}
 
 
+def paths(study: Path, **folders: str) -> dict[str, Path]:
+    """What a stage over all targets reads; `folders`: which of the study's stands for each."""
+    files = {"prompts": "prompts.jsonl", "environment": "environment.json"}
+    return {name: study / own for name, own in {**folders, **files}.items()}
+
+
 def rank(study: Path, sweeps, draft: str = "twin", **changes):
     settings = {
         "candidates": ["draft", "quantized_draft", "gptq", "ngram"],
@@ -99,13 +105,7 @@ def rank(study: Path, sweeps, draft: str = "twin", **changes):
         tiny.speculate(),
         tiny.runtime(),
         tiny.model(),
-        base=study / "base",
-        gptq=study / "base",
-        awq=study / "base",
-        draft=study / draft,
-        quantized_draft=study / "stranger",
-        prompts=study / "prompts.jsonl",
-        environment=study / "environment.json",
+        **paths(study, base="base", gptq="base", awq="base", draft=draft, quantized_draft="stranger"),
         **sweeps,
     )
 
@@ -224,13 +224,7 @@ def matrix(study: Path, out: Path, draft: str = "twin", **changes):
         tiny.speculate(),
         tiny.runtime(),
         tiny.model(),
-        base=study / "base",
-        gptq=study / "twin",
-        awq=study / "stranger",
-        draft=study / draft,
-        quantized_draft=study / "twin",
-        prompts=study / "prompts.jsonl",
-        environment=study / "environment.json",
+        **paths(study, base="base", gptq="twin", awq="stranger", draft=draft, quantized_draft="twin"),
         speculate_base=sweeps["base"],
         speculate_gptq=sweeps["gptq"],
         speculate_awq=sweeps["awq"],

@@ -73,7 +73,7 @@ def _read_prompts(model: LeanDecoder, prompts: list[list[int]], cache: StaticCac
     """Each into its own row; returns the greedy token after each."""
     first = []
     for b, prompt in enumerate(prompts):
-        hidden_TD = model.read_prompt([i if i < model.vocab_size else 0 for i in prompt], cache, b)
+        hidden_TD = model.read_prompt(model.known(prompt), cache, b)
         first.append(int(model.module.head.rows(hidden_TD[-1:]).argmax(-1)))
     return first
 

@@ -36,6 +36,11 @@ class Decoder:
         self.refuse_capacity(capacity)
         return Cache(self.config.get_text_config().num_hidden_layers, capacity)
 
+    def known(self, ids: list[int]) -> list[int]:
+        """`ids` with any other in the place of those beyond this table (the padding of a larger vocabulary): they have
+        no embedding here, and a draft loses some acceptance by it, nothing else."""
+        return [i if i < self.vocab_size else 0 for i in ids]
+
     def refuse_capacity(self, capacity: int) -> None:
         if capacity > self.max_positions:
             raise ContextFull(

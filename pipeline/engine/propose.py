@@ -88,9 +88,7 @@ class ModelProposer:
             same += 1
         self.cache.rollback(same)
         self.cached = list(committed)
-        # an id beyond the draft's table (the target's padding) has no embedding here: any other only costs acceptance
-        known = [i if i < self.decoder.vocab_size else 0 for i in committed[same:]]
-        return torch.tensor(known, device=self.decoder.device)
+        return torch.tensor(self.decoder.known(committed[same:]), device=self.decoder.device)
 
     def _on_own_device(self, generator: torch.Generator | None) -> torch.Generator | None:
         """A generator draws on its own device only: a draft elsewhere continues one of its own from the same seed."""

@@ -118,7 +118,7 @@ class Arm:
         proposer = self.proposer
         decoder = proposer.decoder
         fed = (prompt_ids + answer)[: decoder.max_positions + 1][:-1]
-        ids_T = torch.tensor([i if i < decoder.vocab_size else 0 for i in fed], device=decoder.device)
+        ids_T = torch.tensor(decoder.known(fed), device=decoder.device)
         cache = decoder.new_cache(len(fed))
         before = len(prompt_ids) - 1
         if before:
@@ -150,6 +150,7 @@ class Arm:
     def batch_seconds(
         self, context_ids: list[int], batch_sizes: list[int], draft_lens: list[int], repeats: int
     ) -> dict[int, BatchSeconds] | str:
+        assert self.proposer is not None
         return batch_seconds(self.target, self.proposer, context_ids, batch_sizes, draft_lens, repeats)
 
     def describe(self) -> dict[str, Any]:

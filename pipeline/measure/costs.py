@@ -41,10 +41,8 @@ def step_costs(
     prefix, fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
     cache = _filled(target, prefix, max_tokens)
     steps = {str(n): _timed_forward(target, cache, fed[:n]) for n in range(1, max_tokens + 1)}
-    if isinstance(proposer, ModelProposer):
-        steps["draft"] = _timed_forward(proposer.decoder, _filled(proposer.decoder, prefix, 1), fed[:1])
-    elif proposer is not None:
-        steps["draft"] = _timed_proposal(proposer, context_ids, max_tokens)
+    if proposer is not None:
+        steps["draft"] = _timed_draft(proposer, prefix, fed, max_tokens)
     if proposer is not None and round_len:
         steps["plain round"] = _timed_round(target, None, [*prefix, fed[0]], 0, sampling)
         steps["round"] = _timed_round(target, proposer, [*prefix, fed[0]], round_len, sampling)
@@ -76,11 +74,10 @@ def draft_cost_ratio(
     """c: a draft step over a target step at one token, the median of pairs timed beside each other after
     `context_ids` but its last token (a lookup's step: that of `draft_len` tokens, shared out)."""
     prefix, fed = context_ids[:-1], context_ids[-1:]
-    steps = {"target": _timed_forward(target, _filled(target, prefix, 1), fed)}
-    if isinstance(proposer, ModelProposer):
-        steps["draft"] = _timed_forward(proposer.decoder, _filled(proposer.decoder, prefix, 1), fed)
-    else:
-        steps["draft"] = _timed_proposal(proposer, context_ids, draft_len)
+    steps = {
+        "target": _timed_forward(target, _filled(target, prefix, 1), fed),
+        "draft": _timed_draft(proposer, prefix, fed, draft_len),
+    }
     seconds = interleaved(steps, repeats)
     return median([d / t for d, t in zip(seconds["draft"], seconds["target"], strict=True)])
 
@@ -91,7 +88,7 @@ BatchSeconds = list[dict[int, float]]
 
 def batch_seconds(
     target: Decoder,
-    proposer: Proposer | None,
+    proposer: Proposer,
     context_ids: list[int],
     batch_sizes: Sequence[int],
     draft_lens: Sequence[int],
@@ -104,19 +101,16 @@ def batch_seconds(
     """
     if not isinstance(target, LeanDecoder):
         return "batches are measured in the engine lean only"
-    if proposer is not None and not (isinstance(proposer, ModelProposer) and isinstance(proposer.decoder, LeanDecoder)):
+    if not (isinstance(proposer, ModelProposer) and isinstance(proposer.decoder, LeanDecoder)):
         return "batches are measured with a draft model in the engine lean only"
     counts = sorted({1, *(k + 1 for k in draft_lens)})
-    room, largest = max(counts), max(batch_sizes)
-    of_target = _filled_batch(target, context_ids, room, largest)
-    of_draft = None
-    if isinstance(proposer, ModelProposer) and isinstance(proposer.decoder, LeanDecoder):
-        of_draft = (proposer.decoder, _filled_batch(proposer.decoder, context_ids, 1, largest))
+    draft, largest = proposer.decoder, max(batch_sizes)
+    of_target = _filled_batch(target, context_ids, max(counts), largest)
+    of_draft = _filled_batch(draft, context_ids, 1, largest)
     found = {}
     for batch in batch_sizes:
         steps = {str(n): _timed_batch(target, of_target, batch, context_ids[-n:]) for n in counts}
-        if of_draft is not None:
-            steps["0"] = _timed_batch(*of_draft, batch, context_ids[-1:])
+        steps["0"] = _timed_batch(draft, of_draft, batch, context_ids[-1:])
         seconds = interleaved(steps, repeats)
         found[batch] = [{int(name): s[i] for name, s in seconds.items()} for i in range(repeats)]
     return found
@@ -125,7 +119,7 @@ def batch_seconds(
 def _filled_batch(decoder: LeanDecoder, context_ids: list[int], room: int, batch: int) -> StaticCache:
     """A cache in which `batch` sequences have read `context_ids`, with room for `room` more tokens."""
     cache = decoder.new_cache(len(context_ids) + room, batch)
-    decoder.read_prompt(_ids(decoder, context_ids).tolist(), cache, 0)
+    decoder.read_prompt(decoder.known(context_ids), cache, 0)
     for buffer in (*cache.keys, *cache.values):
         buffer[1:] = buffer[:1]
     cache.lengths = [len(context_ids)] * batch
@@ -133,18 +127,9 @@ def _filled_batch(decoder: LeanDecoder, context_ids: list[int], room: int, batch
 
 
 def _timed_batch(decoder: LeanDecoder, cache: StaticCache, batch: int, fed: list[int]) -> Callable[[], float]:
-    ids_BT = _ids(decoder, fed).repeat(batch, 1)
-    rows = cache.rows(0, batch)
+    ids_BT, rows = _ids(decoder, fed).repeat(batch, 1), cache.rows(0, batch)
     lengths = list(rows.lengths)
-
-    def step() -> float:
-        started = time.perf_counter()
-        decoder.forward_rows(ids_BT, rows).argmax(-1).tolist()
-        seconds = time.perf_counter() - started
-        rows.rollback_rows(lengths)
-        return seconds
-
-    return step
+    return _timed(lambda: decoder.forward_rows(ids_BT, rows).argmax(-1).tolist(), lambda: rows.rollback_rows(lengths))
 
 
 def interleaved(steps: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -159,8 +144,7 @@ def interleaved(steps: Mapping[str, Callable[[], float]], repeats: int) -> dict[
 
 
 def _ids(decoder: Decoder, ids: list[int]) -> torch.Tensor:
-    """On its device; what a smaller vocabulary does not have is any other token."""
-    return torch.tensor([i if i < decoder.vocab_size else 0 for i in ids], device=decoder.device)
+    return torch.tensor(decoder.known(ids), device=decoder.device)
 
 
 def _filled(decoder: Decoder, prefix: list[int], room: int) -> Cache:
@@ -174,15 +158,7 @@ def _filled(decoder: Decoder, prefix: list[int], room: int) -> Cache:
 def _timed_forward(decoder: Decoder, cache: Cache, fed: list[int]) -> Callable[[], float]:
     """A function that times one forward over `fed`, with its choice read back as in a real round."""
     fed_T, length = _ids(decoder, fed), cache.length
-
-    def step() -> float:
-        started = time.perf_counter()
-        decoder.forward(fed_T, cache).argmax(-1).tolist()
-        seconds = time.perf_counter() - started
-        cache.rollback(length)
-        return seconds
-
-    return step
+    return _timed(lambda: decoder.forward(fed_T, cache).argmax(-1).tolist(), lambda: cache.rollback(length))
 
 
 def _timed_round(
@@ -193,22 +169,29 @@ def _timed_round(
     generator = None if sampling.greedy else torch.Generator(target.device).manual_seed(0)
     if proposer is not None:
         proposer.start(committed[:-1], cache.capacity)
+    return _timed(
+        lambda: one_round(target, cache, committed, proposer, k, sampling, generator),
+        lambda: cache.rollback(len(committed) - 1),
+    )
+
+
+def _timed_draft(proposer: Proposer, prefix: list[int], fed: list[int], k: int) -> Callable[[], float]:
+    """A function that times one step of a draft model after `prefix`; of a lookup: k tokens, shared out."""
+    if isinstance(proposer, ModelProposer):
+        return _timed_forward(proposer.decoder, _filled(proposer.decoder, prefix, 1), fed[:1])
+    propose = _timed(lambda: proposer.propose([*prefix, *fed], k, GREEDY, None), lambda: None)
+    return lambda: propose() / k
+
+
+def _timed(run: Callable[[], object], undo: Callable[[], object]) -> Callable[[], float]:
+    """A function that says how many seconds `run` took, and undoes it for the next time."""
 
     def step() -> float:
         started = time.perf_counter()
-        one_round(target, cache, committed, proposer, k, sampling, generator)
+        run()
         seconds = time.perf_counter() - started
-        cache.rollback(len(committed) - 1)
+        undo()
         return seconds
-
-    return step
-
-
-def _timed_proposal(proposer: Proposer, context_ids: list[int], k: int) -> Callable[[], float]:
-    def step() -> float:
-        started = time.perf_counter()
-        proposer.propose(context_ids, k, GREEDY, None)
-        return (time.perf_counter() - started) / k
 
     return step
 

@@ -63,19 +63,20 @@ class DraftSweep:
 
     def costs(self, max_draft_len: int) -> Costs:
         """Cost curves after the longest prompt, and what a speculative round takes beyond its forwards."""
-        context = max((p.ids for p in self.prompts.all), key=len)
+        context = self.prompts.longest.ids
         needed = max_draft_len + 2  # what is fed, and one token before it; a short prompt is repeated
         context = (context * (1 + needed // len(context)))[: max(len(context), needed)]
         timed = max(k for k in self.settings.timed_draft_lens if k <= max_draft_len)
         raw = self.arm.step_costs(context, max_draft_len + 1, self.settings.cost_repeats, timed, self.settings.sampling)
-        return Costs(**{**raw, "target_step_ms": {int(n): ms for n, ms in raw["target_step_ms"].items()}})
+        return Costs.from_json(raw)
 
     def batches(self, curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | str:
         """The K that pays at each batch size, after the longest prompt; a sentence where it cannot be told."""
         emitted = {p["draft_len"]: p["mean_emitted_per_round"] for p in curve if p["measured"]}
         lens = [k for k, tau in emitted.items() if k and tau is not None]
-        context = max((p.ids for p in self.prompts.all), key=len)
-        seconds = self.arm.batch_seconds(context, self.settings.batch_sizes, lens, self.settings.cost_repeats)
+        seconds = self.arm.batch_seconds(
+            self.prompts.longest.ids, self.settings.batch_sizes, lens, self.settings.cost_repeats
+        )
         if isinstance(seconds, str):
             return seconds
         return [batch_point(b, s, {k: emitted[k] for k in lens}, self.seed) for b, s in seconds.items()]

@@ -83,6 +83,10 @@ class PromptSet:
         return [p for prompts in self.by_category.values() for p in prompts]
 
     @property
+    def longest(self) -> Prompt:
+        return max(self.all, key=lambda prompt: len(prompt.ids))
+
+    @property
     def sha256(self) -> str:
         return provenance.json_sha256([[p.id, p.category, p.ids] for p in self.all])
 
@@ -148,7 +152,7 @@ def refuse_beyond_context(
             f"{section}: prompt {strange.id} has token {max(strange.ids)}, but the vocabulary of {checkpoint} ends at "
             f"{vocabulary - 1}; run `dvc repro prompts` for this model"
         )
-    longest = max(prompts.all, key=lambda prompt: len(prompt.ids))
+    longest = prompts.longest
     needed = len(longest.ids) + max_new_tokens + draft_len
     if context is not None and needed > context:
         raise ValueError(

@@ -64,7 +64,9 @@ CANDIDATES = {
 }
 
 
-OVERRIDES = {"ngram": "draft=ngram"}
+def shown(candidate: str) -> str:
+    """What a candidate is; a folder of the user's by its path."""
+    return CANDIDATES.get(candidate, f"`{candidate}`")
 
 
 def ranking(study: Study) -> str:
@@ -75,7 +77,7 @@ def ranking(study: Study) -> str:
     rows = []
     for target, candidates in found["targets"].items():
         for i, c in enumerate(candidates):
-            name = CANDIDATES.get(c["candidate"], f"`{c['candidate']}`")
+            name = shown(c["candidate"])
             rows.append(
                 [
                     f"`{target}`" if i == 0 else "",
@@ -89,12 +91,12 @@ def ranking(study: Study) -> str:
                 ]
             )
     headers = ["target", "candidate", "size", "agreement", "c", "best K", "τ", "predicted speedup"]
-    return (
+    intro = (
         "**Which draft?** Each candidate read the target's recorded answers once (teacher-forced: nothing is decoded); "
         "agreement as above, **c**: cost of its step in steps of the target. The prediction's interval is over "
-        "prompts; bold is the one in the matrix.\n\n"
-        + "\n\n".join(filter(None, [markdown.table(headers, rows, left=2), better(found)]))
+        "prompts; bold is the one in the matrix."
     )
+    return "\n\n".join(filter(None, [intro, markdown.table(headers, rows, left=2), better(found)]))
 
 
 def better(found: dict[str, Any]) -> str:
@@ -106,13 +108,10 @@ def better(found: dict[str, Any]) -> str:
             continue
         ours, theirs = interval_of(best["predicted_speedup"]), interval_of(used["predicted_speedup"])
         if ours is not None and theirs is not None and ours.low > theirs.high:
-            how = (
-                f": `dvc exp run -S {OVERRIDES[best['candidate']]}` measures it"
-                if best["candidate"] in OVERRIDES
-                else ""
+            how = ": `dvc exp run -S draft=ngram` measures it" if best["candidate"] == "ngram" else ""
+            lines.append(
+                f"`{target}`: {shown(best['candidate'])} is predicted to be better than the draft in the matrix{how}."
             )
-            name = CANDIDATES.get(best["candidate"], f"`{best['candidate']}`")
-            lines.append(f"`{target}`: {name} is predicted to be better than the draft in the matrix{how}.")
     return markdown.bullets(lines) if lines else ""
 
 

@@ -59,9 +59,11 @@ def advice(study: Study) -> str:
         kinds: dict[str, list[str]] = {"speculate for": [], "not for": [], "no difference shown for": []}
         for category, found in study.arms[row.name]["by_category"].items():
             gained = interval_of(found["over_plain"])
-            shown = gained is not None and differs_from_one(gained, study.floor)
-            faster = "speculate for" if shown and gained and gained.value > 1 else "not for"
-            kinds[faster if shown else "no difference shown for"].append(f"{category} ({ratio(gained)})")
+            if gained is None or not differs_from_one(gained, study.floor):
+                kind = "no difference shown for"
+            else:
+                kind = "speculate for" if gained.value > 1 else "not for"
+            kinds[kind].append(f"{category} ({ratio(gained)})")
         told = "; ".join(f"{what} {', '.join(names)}" for what, names in kinds.items() if names)
         lines.append(f"`{target}`, K = {row.draft_len}: {told}.")
     return "**When to speculate**, by the gain over plain decoding of the same target:\n\n" + markdown.bullets(lines)
@@ -189,14 +191,13 @@ def batches(study: Study) -> str:
         for i, p in enumerate(points)
     ]
     headers = ["target", "batch", "plain, tok/s", *(f"gain at K = {k}" for k in lens), "K to use"]
-    return (
+    intro = (
         "**When sequences are decoded together**, they share each reading of the weights, which is what speculation "
         "lives on too. Gain = τ t(1) / (K d + t(K + 1)), with the times of a step of the target (t) and of the draft "
-        "(d) measured for the whole batch after the longest prompt; predicted, not decoded.\n\n"
-        + "\n\n".join(
-            part for part in (markdown.table(headers, rows) if rows else "", markdown.bullets(reasons)) if part
-        )
+        "(d) measured for the whole batch after the longest prompt; predicted, not decoded."
     )
+    table = markdown.table(headers, rows) if rows else ""
+    return "\n\n".join(filter(None, [intro, table, markdown.bullets(reasons)]))
 
 
 def interactions(study: Study) -> str:
