@@ -13,6 +13,7 @@ from checkpoint_fixtures import edit_config, quantized, rewrite, saved, tiny
 from pipeline.checkpoint.files import CheckpointError, TensorFiles
 from pipeline.checkpoint.load import dense_from_of, load_decoder
 from pipeline.engine.linear import ROW_CANDIDATES
+from pipeline.engine.skeleton import SAID, plain_config
 
 NEVER: dict[str, int | None] = {}
 IDS = torch.tensor([[1, 5, 99, 17, 64, 3, 3, 127, 40]])
@@ -266,3 +267,30 @@ def test_each_tensor_is_read_once(tmp_path, monkeypatch, method):
     load(tmp_path)
     looked_at = [n for n in seen if n.endswith("qzeros") and method == "gptq_v2"]  # once more, to tell v1 from v2
     assert len(seen) - len(looked_at) // 2 == len(set(seen)) == len(TensorFiles(tmp_path))
+
+
+def test_a_config_that_says_everything_is_read_as_transformers_reads_it(tmp_path):
+    saved(tiny("Llama"), tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    ours = plain_config(values)
+    assert ours is not None and all(getattr(ours, name) == getattr(theirs, name) for name in SAID)
+    for name in SAID:  # whatever is left to imply, or of another type, is transformers' to read
+        assert plain_config({k: v for k, v in values.items() if k != name}) is None
+        assert plain_config({**values, name: str(values[name]).encode()}) is None
+    odd = {"model_type": "mistral", "auto_map": {}, "hidden_size": 63, "num_hidden_layers": 0}
+    assert all(plain_config({**values, name: value}) is None for name, value in odd.items())
+
+
+@pytest.mark.slow  # an interpreter of its own
+def test_decoding_starts_without_importing_transformers(tmp_path):
+    quantized(tiny("Llama"), tmp_path, "gptq")
+    code = (
+        "import sys, torch; from pathlib import Path; from pipeline.checkpoint.load import load_decoder\n"
+        "d = load_decoder(Path(sys.argv[1]), device='cpu', dtype=torch.float32, pack_head=False, "
+        "trust_remote_code=False)\n"
+        "d.forward(torch.tensor([1, 5]), d.new_cache(8))\n"
+        "sys.exit(str(sorted({'transformers', 'scipy', 'sympy'} & {*sys.modules})).strip('[]') or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """From a checkpoint folder of any format to a Decoder whose linear layers are ours.
 
-The transformers module is built empty, each linear layer is replaced as its weights are read, one tensor at a time,
-and every tensor of the file must find its place: a missing, left-over or misshapen one is an error that names it.
+The model's modules are built empty, each linear layer is replaced as its weights are read, one tensor at a time, and
+every tensor of the file must find its place: a missing, left-over or misshapen one is an error that names it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pipeline.engine.decoder import Decoder
 from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsInt8Linear, FewRowsLinear
 from pipeline.engine.linear import HEAD_ROWS, FullLinear, Int8Linear, PackedWeight, clearly_faster, measure_dense_from
 from pipeline.engine.linear4 import quantized_linear
+from pipeline.engine.skeleton import Skeleton, plain_config
 
 DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
 RECOMPUTED = r"rotary_emb\.inv_freq$"  # buffers older exports stored and every model computes
@@ -49,8 +50,7 @@ def load_decoder(
     """
     checkpoint = read(folder)
     with located(folder):
-        module = empty_module(checkpoint, dtype, trust_remote_code)
-        reason = "asked for" if engine == "hf" else lean.refusal(module)
+        module, reason = empty_module(checkpoint, dtype, trust_remote_code, engine)
         activations = dtype if reason else lean.activations(device, dtype)
         classes = (
             chosen_classes(checkpoint, module, dtype, activations, device) if dense_from is None else set(dense_from)
@@ -72,19 +72,35 @@ def load_decoder(
     return decoder
 
 
-def empty_module(checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """The transformers causal LM of config.json with parameters on the meta device and buffers computed."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+def empty_module(
+    checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool, engine: Literal["lean", "hf"]
+) -> tuple[Any, str | None]:
+    """The causal LM of config.json with parameters on the meta device: the lean engine's places, or transformers'
+    modules (buffers computed) and the reason why."""
     try:
+        plain = plain_config(checkpoint.config) if engine == "lean" else None
+        if plain is not None and lean.refusal(plain) is None:
+            return Skeleton(plain, dtype), None
+
+        from transformers import AutoConfig
+
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # transformers is not to look for the quantizer
+        reason = "asked for" if engine == "hf" else lean.refusal(config)
+        if trust_remote_code and getattr(config, "auto_map", None):
+            reason = "its code comes with the checkpoint"
+        if reason is None:
+            return Skeleton(config, dtype), None
+
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
         with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(
+            module = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
             )
+        return module, reason
     except Exception as e:  # an impossible shape fails wherever it is first used
         why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         path = checkpoint.folder / "config.json"

@@ -6,12 +6,15 @@ Legend: T tokens, V vocabulary. Batch is 1.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pipeline.engine.cache import Cache, ContextFull
+from pipeline.engine.cache import ContextFull
+
+if TYPE_CHECKING:
+    from pipeline.engine.hf_cache import Cache
 
 
 class Decoder:
@@ -33,6 +36,8 @@ class Decoder:
 
     def new_cache(self, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens. Raises ContextFull when the model's context is shorter."""
+        from pipeline.engine.hf_cache import Cache
+
         self.refuse_capacity(capacity)
         return Cache(self.config.get_text_config().num_hidden_layers, capacity)
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipeline.engine.accept import accept_greedy, accept_sampled
-from pipeline.engine.cache import Cache, ContextFull
+from pipeline.engine.cache import ContextFull
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.propose import Proposer
 from pipeline.engine.sample import Sampling, distribution, draw
+
+if TYPE_CHECKING:
+    from pipeline.engine.hf_cache import Cache
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Decoding at the cost of reading the weights: the Llama shape and its relatives without transformers' modules.
 
-The layers are taken from a loaded transformers module (so every checkpoint format comes along), with q/k/v and gate/up
-joined where their layouts allow. Activations are float32 on a CPU, where products are formed in float32 anyway, and in
-the weights' dtype elsewhere. Legend: B sequences, T new tokens of each, M = B T rows, D hidden size, V vocabulary.
+The weights are taken out of a filled `skeleton.Skeleton` (so every checkpoint format comes along), with q/k/v and
+gate/up joined where their layouts allow. Activations are float32 on a CPU, where products are formed in float32 anyway,
+and in the weights' dtype elsewhere. Legend: B sequences, T new tokens of each, M = B T rows, D hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,26 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.engine import native, step
+from pipeline.engine import native, skeleton, step
 from pipeline.engine.cache import ContextFull, StaticCache
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.linear import PackedWeight, joined
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
 
 
-def refusal(module: Any) -> str | None:
-    """Why a transformers causal LM cannot be decoded here; None when it can."""
-    name, config = type(module).__name__, module.config
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
+def refusal(config: Any) -> str | None:
+    """Why a causal LM of this transformers config cannot be decoded here; None when it can."""
+    if config.model_type not in skeleton.ARCHITECTURES:
+        name = (config.architectures or [config.model_type])[0]
+        return f"{name} is not one of {', '.join(skeleton.ARCHITECTURES.values())}"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act}, not silu"
-    rotation = module.model.rotary_emb
-    if getattr(rotation, "rope_type", "default") not in FIXED_ROTATIONS:
-        return f"rotary embedding of type {rotation.rope_type} changes with the length of the text"
-    if 2 * len(rotation.inv_freq) != module.model.layers[0].self_attn.head_dim:
+    kind = config.rope_parameters["rope_type"]
+    if kind not in FIXED_ROTATIONS:
+        return f"rotary embedding of type {kind} changes with the length of the text"
+    if 2 * len(skeleton.rotation(config)[0]) != skeleton.head_dim(config):
         return "rotary embedding of a part of each head"
     return None
 
@@ -73,19 +73,19 @@ class Layer(nn.Module):
 
 
 class LeanModel(nn.Module):
-    """The weights of a causal LM in the order of use, taken out of a transformers module, which is emptied."""
+    """The weights of a causal LM in the order of use, taken out of a Skeleton (or transformers' module of the same
+    names), which is emptied."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         config = module.config
-        self.config, self.architecture = config, type(module).__name__
+        self.config, self.architecture = config, skeleton.ARCHITECTURES[config.model_type]
         self.eps: float = config.rms_norm_eps
         self.kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = module.model.layers[0].self_attn.head_dim
+        self.head_dim: int = skeleton.head_dim(config)
         self.widths = config.hidden_size, config.intermediate_size
         self.embedding, self.norm, self.head = module.model.embed_tokens, module.model.norm.weight, module.lm_head
-        rotation = module.model.rotary_emb
-        self.frequency_D, self.rotation_scale = rotation.inv_freq.float(), rotation.attention_scaling
+        self.frequency_D, self.rotation_scale = skeleton.rotation(config)
         self.layers = nn.ModuleList()
         for i, layer in enumerate(module.model.layers):
             self.layers.append(Layer(layer, window_of(config, i)))
@@ -134,7 +134,7 @@ class LeanDecoder(Decoder):
     module: LeanModel
 
     def __init__(self, module: Any, max_positions: int) -> None:
-        reason = refusal(module)
+        reason = refusal(module.config)
         if reason is not None:
             raise ValueError(f"engine lean: {reason}; use engine hf")
         super().__init__(LeanModel(module), max_positions)

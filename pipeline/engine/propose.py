@@ -6,13 +6,15 @@ Legend: K drafted tokens, V vocabulary of the target, T tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pipeline.engine.cache import Cache
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.sample import Sampling, distribution, draw
+
+if TYPE_CHECKING:
+    from pipeline.engine.hf_cache import Cache
 
 
 @dataclass

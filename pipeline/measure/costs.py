@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.engine.cache import Cache, StaticCache
+from pipeline.engine.cache import StaticCache
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.generate import one_round
 from pipeline.engine.lean import LeanDecoder
@@ -16,6 +16,9 @@ from pipeline.engine.propose import ModelProposer, Proposer
 from pipeline.engine.sample import GREEDY, Sampling
 from pipeline.measure.blocks import order_of
 from pipeline.measure.statistics import median
+
+if TYPE_CHECKING:
+    from pipeline.engine.hf_cache import Cache
 
 # well beyond any cache, so that memory is read; on a GPU large enough to hide the start of a kernel
 BANDWIDTH_BYTES = {"cpu": 2**29, "cuda": 2**32}
