@@ -159,6 +159,14 @@ def test_a_draft_with_other_weights_is_almost_never_right_and_zero_is_best(study
     assert {p["measured"]["lossless"]["grade"] for p in found["curve"] if p["measured"]} == {"exact"}
 
 
+def test_a_draft_whose_context_is_shorter_than_the_prompts_is_refused(study, tmp_path):
+    shutil.copytree(study / "twin", tmp_path / "short")
+    config = provenance.read_json(tmp_path / "short" / "config.json")
+    provenance.write_json(tmp_path / "short" / "config.json", {**config, "max_position_embeddings": 16})
+    with pytest.raises(ValueError, match=r"but the context of .*short is 16; lower speculate\.max_new_tokens"):
+        sweep(study, tmp_path / "out", str(tmp_path / "short"))
+
+
 def test_lookup_drafts_without_weights(study, tmp_path):
     found = sweep(study, tmp_path / "out", "ngram")
     assert found["draft"] == {"kind": "ngram", "precision": "no weights", "weight_bytes": 0}

@@ -142,22 +142,26 @@ def prompt_rows(path: Path) -> list[dict[str, Any]]:
 def refuse_beyond_context(
     checkpoint: Path, prompts: PromptSet, max_new_tokens: int, draft_len: int, section: str
 ) -> None:
-    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in the model's context, or
-    a prompt's tokens not in its vocabulary."""
-    config = provenance.read_json(checkpoint / "config.json")
-    context, vocabulary = config.get("max_position_embeddings"), config.get("vocab_size")
+    """Raises ValueError when a prompt's tokens are not in the target's vocabulary, and as `refuse_short_context`."""
+    vocabulary = provenance.read_json(checkpoint / "config.json").get("vocab_size")
     strange = next((p for p in prompts.all if vocabulary is not None and max(p.ids) >= vocabulary), None)
     if strange is not None:
         raise ValueError(
             f"{section}: prompt {strange.id} has token {max(strange.ids)}, but the vocabulary of {checkpoint} ends at "
             f"{vocabulary - 1}; run `dvc repro prompts` for this model"
         )
+    refuse_short_context(checkpoint, prompts, max_new_tokens, draft_len, section)
+
+
+def refuse_short_context(folder: Path, prompts: PromptSet, max_new_tokens: int, draft_len: int, section: str) -> None:
+    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in a model's context."""
+    context = provenance.read_json(folder / "config.json").get("max_position_embeddings")
     longest = prompts.longest
     needed = len(longest.ids) + max_new_tokens + draft_len
     if context is not None and needed > context:
         raise ValueError(
             f"{section}.max_new_tokens: prompt {longest.id} of {len(longest.ids)} tokens + {max_new_tokens} new + "
-            f"{draft_len} drafted = {needed} tokens, but the context of {checkpoint} is {context}; lower "
+            f"{draft_len} drafted = {needed} tokens, but the context of {folder} is {context}; lower "
             f"{section}.max_new_tokens, speculate.draft_lens or prompts.max_prompt_tokens"
         )
 
