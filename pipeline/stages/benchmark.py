@@ -91,7 +91,7 @@ def run(
     }
     memory.refuse_too_little(runtime.min_free_memory_bytes)
     driver = Driver(benchmark, speculate, runtime, rows, specs, prompt_set)
-    return driver.measure(base, model.trust_remote_code, out)
+    return driver.measure(base, out)
 
 
 def speculative_row(target: str, record: Path, inputs: dict[str, str], draft: Path, quantized_draft: Path) -> Row:
@@ -139,7 +139,7 @@ class Driver:
         self.rows, self.specs, self.prompts = rows, specs, prompts
         self.resident, self.fit = fits_together(specs, runtime.device)
 
-    def measure(self, tokenizer: Path, trust_remote_code: bool, out: Path) -> dict[str, Any]:
+    def measure(self, tokenizer: Path, out: Path) -> dict[str, Any]:
         if not self.resident:
             print(f"benchmark: {self.fit}", file=sys.stderr)
         with Workers(self.resident, self.warm_up) as workers:
@@ -150,7 +150,7 @@ class Driver:
             matrix = Matrix(self.rows, blocks, self.settings, self.runtime.seed, bandwidth)
             with provenance.whole_folder(out) as folder:
                 provenance.write_text(folder / "blocks.jsonl", lines_of(blocks))
-            return self.metrics(matrix, workers, decoder_of(tokenizer, trust_remote_code))
+            return self.metrics(matrix, workers, decoder_of(tokenizer))
 
     def load(self, workers: Workers) -> None:
         """Plain arms first: what they measure about their kernels holds for the other arms of their target."""
@@ -255,11 +255,12 @@ def fits_together(specs: dict[str, ArmSpec], device: str) -> tuple[bool, str]:
     return False, f"{figures}: loaded one at a time, anew for each block"
 
 
-def decoder_of(tokenizer: Path, trust_remote_code: bool) -> Callable[[tuple[int, ...]], str]:
-    from transformers import AutoTokenizer
+def decoder_of(folder: Path) -> Callable[[tuple[int, ...]], str]:
+    """Token ids to text, by the folder's tokenizer.json alone: transformers would take seconds to import."""
+    from tokenizers import Tokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
-    return lambda ids: str(loaded.decode(list(ids), skip_special_tokens=True))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def lines_of(blocks: Blocks) -> str:
