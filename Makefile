@@ -67,12 +67,15 @@ compare: setup ## these results against another commit's, exit 1 on a regression
 	@python -m pipeline.compare --base "$(BASE)"
 
 # jobs share this machine's cores: one after the other; the workspace's own results are points as well
-GRIDS := quantize.gptq.group_size=32,128 quantize.gptq.backend=llmcompressor quantize.awq.backend=llmcompressor
-sweep: setup ## quality against size over settings, into reports/sweep.md: make sweep [GRID='quantize.gptq.bits=3,4']
+GRIDS := 'quantize.gptq.group_size=32,128' \
+	'quantize.gptq.true_sequential=false quantize.gptq.backend=auto_gptq,llmcompressor' \
+	'quantize.awq.backend=llmcompressor'
+sweep: setup ## quality against size over settings, into the report: make sweep [GRID='quantize.gptq.bits=3,4']
 	for grid in $(if $(GRID),'$(GRID)',$(GRIDS)); do \
 		python -m pipeline.sweep --multirun $$grid \
 			'sweep.stages=[quantize@gptq,evaluate@gptq,quantize@awq,evaluate@awq]'; done
 	python -m pipeline.tradeoff
+	$(MAKE) --no-print-directory report
 
 verify: setup ## an experiment twice in clean folders, compared: make verify [EXPERIMENT=smoke]
 	python -m pipeline.verify $(if $(EXPERIMENT),experiment=$(EXPERIMENT))

@@ -37,6 +37,8 @@ def make(root: Path, folder: Path, overrides: list[str]) -> None:
     if archived.exists():
         (folder / "envs/quantizers/.venv").symlink_to(archived)
     provenance.write_text(folder / "params.yaml", text)
+    if not (folder / "reports/sweep.json").exists():
+        provenance.write_json(folder / "reports/sweep.json", {"points": []})
     if not (folder / ".dvc").exists():
         subprocess.run([*DVC, "init", "--no-scm", "--quiet"], cwd=folder, check=True)
 

@@ -85,6 +85,7 @@ def record(name: str, metrics: dict[str, Any], params: config.Params) -> dict[st
         "provenance": {
             "git": {"commit": "f1c7" * 10, "dirty": False},
             "inputs": inputs(stage, key),
+            "outputs": {"out": sha_of("quantized_draft" if key == "draft" else key)} if stage == "quantize" else {},
             "sections": sections,
             "sections_sha256": provenance.json_sha256(sections),
             "versions": {"torch": "0.0.made-up"},
@@ -100,7 +101,9 @@ def inputs(stage: str, key: str) -> dict[str, str]:
         return {name: sha_of(name) for name in names}
     if stage == "speculate":
         return {**own, "prompts": sha_of("prompts")}
-    return {"checkpoint": sha_of(key)} if stage == "evaluate" else {}
+    if stage == "evaluate":
+        return {"checkpoint": sha_of(key), "corpus": sha_of("corpus"), "baseline": sha_of("evaluate@base")}
+    return {"target": sha_of("base"), "calibration": sha_of("calibration")} if stage == "quantize" else {}
 
 
 def sha_of(name: str) -> str:
@@ -444,7 +447,11 @@ def quantize(key: str) -> dict[str, Any]:
         "error_rows": 4,
         "quantize_s": 50.0,
         "warnings": [],
-        "recipe": {"arithmetic_dtype": "float32", "arithmetic_reason": "made up"},
+        "recipe": {
+            "arithmetic_dtype": "float32",
+            "arithmetic_reason": "made up",
+            "settings": provenance.finite(COMMITTED.quantize[key]),
+        },
         "layers": layers,
     }
 

@@ -98,6 +98,7 @@ def test_every_result_made_with_another_artifact_is_refused(artifact, name, own)
 def test_readers_that_disagree_are_refused_without_the_writers_hash(tmp_path):
     results, environment = write_study(tmp_path, PARAMS)
     edit(results, "benchmark", lambda p: p["inputs"].update(gptq="b" * 64))
+    edit(results, "quantize@gptq", lambda p: p["outputs"].clear())
     with pytest.raises(records.StaleResults, match=r"benchmark\.json: made with gptq b+, but evaluate@gptq\.json has"):
         records.load(results, environment, sections_of(PARAMS))
 

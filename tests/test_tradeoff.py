@@ -1,82 +1,129 @@
-"""The table over settings: what is a row, what is on the front, which pairs differ in the library alone."""
+"""Other settings: what is a point, what is on the front, which pairs differ in the library alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
+from report_fixtures import PARAMS, sections_of, study, write_study
 
 from pipeline import provenance, tradeoff
-
-SETTINGS = {
-    "backend": "auto_gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": False, "zero_point": True,
-    "clip": False, "duo_scaling": True,
-}  # fmt: skip
+from pipeline.reporting import records, tradeoff_section
+from pipeline.reporting.study import Study
+from pipeline.reporting.tradeoff_section import METHODS, Point
 
 
-def job(method="gptq", size=100_000_000, kl=0.1, **settings):
-    return {
-        f"quantize@{method}": {"recipe": {"settings": {**SETTINGS, **settings}}, "weight_bytes": size},
-        f"evaluate@{method}": {
-            "against_base": {
-                "delta_log_ppl": {"value": math.log(1.1), "low": math.log(1.05), "high": math.log(1.2)},
-                "kl_nats_mean": kl,
-                "top1_agreement": 0.9,
-            }
-        },
-    }
-
-
-def laid_out(tmp_path, jobs):
-    for i, summary in enumerate(jobs):
-        provenance.write_json(tmp_path / f"multirun/{i}/summary.json", summary)
-    return tradeoff.main([str(tmp_path / "multirun"), "--metrics", str(tmp_path), "--out", str(tmp_path / "sweep.md")])
-
-
-def rows_of(text):
-    table = text.split("## The same settings")[0]
+def points(**changes):
+    """The made-up study's own copies, gptq and awq."""
+    made_up = study(PARAMS)
     return [
-        [c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines() if "auto" in line or "llm" in line
+        dataclasses.replace(Point.of(made_up[f"quantize@{m}"], made_up[f"evaluate@{m}"]), **changes) for m in METHODS
     ]
 
 
-def test_the_smallest_first_and_the_front_in_bold(tmp_path, capsys):
-    jobs = [job(size=120_000_000, kl=0.05, group_size=32), job(), job(size=110_000_000, kl=0.2, group_size=128)]
-    assert laid_out(tmp_path, jobs) == 0
-    text = (tmp_path / "sweep.md").read_text()
-    assert text.strip() == capsys.readouterr().out.strip()
+def other(point, size=None, kl=None, **settings):
+    return dataclasses.replace(
+        point,
+        settings={**point.settings, **settings},
+        weight_bytes=size or point.weight_bytes,
+        kl_nats_mean=kl or point.kl_nats_mean,
+    )
+
+
+def section(folder, *swept):
+    sections = sections_of(PARAMS)
+    found = records.load(*write_study(folder, PARAMS), sections)
+    text = tradeoff_section.tradeoff(Study.gather(sections, found, "figures", swept))
+    return text.replace("\u00a0", " ")
+
+
+def rows_of(text):
+    lines = [li for li in text.split("**Two libraries**")[0].splitlines() if li.startswith("|")]
+    return [[c.strip() for c in li.strip("|").split("|")] for li in lines[2:]]
+
+
+def test_the_smallest_first_and_the_front_in_bold(tmp_path):
+    gptq, _ = points()
+    small = other(gptq, size=2**20, kl=0.5, group_size=128)
+    large = other(gptq, size=2**30, kl=0.6, group_size=32)
+    text = section(tmp_path, large, small, gptq)
     rows = rows_of(text)
-    assert [r[3] for r in rows] == ["100.0", "110.0", "120.0"]
-    assert [r[0] for r in rows] == ["**gptq**", "gptq", "**gptq**"], "110 MB is larger than 100 MB and no better"
-    assert rows[0][2] == "64" and rows[0][4] == "+10.0 (+5.0 to +20.0)"
-    assert "bits" not in text.splitlines()[4], "a setting that never varies has no column"
+    assert len(rows) == 4, "two of the matrix and two of the sweep; an equal one is no row"
+    assert [rows[0][0], rows[-1][0]] == ["**gptq**", "gptq"], "1 GiB with a larger KL than 1 MiB is not on the front"
+    assert rows[0][2] == "128" and rows[0][3] == "1.00 MiB" and rows[-1][3] == "1.00 GiB"
+    assert "bits" not in text, "a setting that never varies has no column"
+    change = 100 * math.expm1(gptq.delta_log_ppl.value)
+    assert any(row[4].startswith(f"{change:+.1f} %") for row in rows)
 
 
-def test_pairs_differ_in_the_backend_alone(tmp_path):
-    jobs = [job(), job(backend="llmcompressor", kl=0.08), job(backend="llmcompressor", group_size=32)]
-    assert laid_out(tmp_path, jobs) == 0
-    pairs = (tmp_path / "sweep.md").read_text().split("two libraries")[1]
-    assert pairs.count("auto_gptq / llmcompressor") == 1
-    assert "0.1000 / 0.0800 | " in pairs and "1.25" in pairs
+def test_pairs_differ_in_the_library_alone(tmp_path):
+    gptq, _ = points()
+    twin = other(gptq, kl=gptq.kl_nats_mean / 2, backend="llmcompressor")
+    other_group = other(gptq, backend="llmcompressor", group_size=32)
+    other_rows = dataclasses.replace(twin, inputs={**twin.inputs, "calibration": "other"})
+    pairs = section(tmp_path, twin, other_group, other_rows).split("**Two libraries**")[1]
+    assert pairs.count("auto_gptq / llmcompressor") == 1 and "| 2.00 |" in " ".join(pairs.split())
+    assert "no two of these differ" in section(tmp_path, other_group)
 
 
-def test_the_workspace_is_a_row_and_equal_jobs_are_one(tmp_path):
-    for name, metrics in job(kl=0.3).items():
-        provenance.write_json(tmp_path / f"{name}.json", {"metrics": metrics})
-    assert laid_out(tmp_path, [job(kl=0.3), job(method="awq", kl=0.2)]) == 0
-    assert len(rows_of((tmp_path / "sweep.md").read_text())) == 2
+def test_points_of_another_model_or_text_are_counted_and_left_out(tmp_path):
+    gptq, awq = points()
+    strangers = [
+        dataclasses.replace(gptq, inputs={**gptq.inputs, name: "other"}) for name in tradeoff_section.SAME_QUALITY
+    ]
+    text = section(tmp_path, *strangers)
+    assert "4 of the sweep's copies belong to another model" in text and "|" not in text
+    assert "Only the copies in the matrix" in section(tmp_path, gptq, awq)
 
 
-def test_failed_jobs_are_named_and_nothing_at_all_is_an_error(tmp_path, capsys):
-    assert laid_out(tmp_path, [job(), {"error": "quantize.gptq.bits: 9 is above"}]) == 0
-    assert "- failed: quantize.gptq.bits: 9 is above" in (tmp_path / "sweep.md").read_text()
-    capsys.readouterr()
-    assert tradeoff.main([str(tmp_path / "nowhere"), "--metrics", str(tmp_path / "nowhere")]) == 2
-    assert "no job quantized and evaluated; run `make sweep`" in capsys.readouterr().err
+def lay_out(folder, key="gptq", **settings):
+    """Records of one quantized and evaluated copy, as a job leaves them."""
+    made_up = study(PARAMS)
+    made_up[f"quantize@{key}"]["metrics"]["recipe"]["settings"].update(settings)
+    for stage in ("quantize", "evaluate"):
+        provenance.write_json(folder / f"artifacts/metrics/{stage}@{key}.json", made_up[f"{stage}@{key}"])
+    return made_up
+
+
+def run(tmp_path):
+    return tradeoff.main(
+        [str(tmp_path / "multirun"), "--workspace", str(tmp_path), "--out", str(tmp_path / "reports/sweep.json")]
+    )
+
+
+def test_the_file_holds_the_workspace_and_every_job_once(tmp_path, capsys):
+    lay_out(tmp_path)
+    for i, group_size in enumerate((64, 32, 32)):
+        provenance.write_json(tmp_path / f"multirun/{i}/summary.json", {})
+        lay_out(tmp_path / f"multirun/{i}", group_size=group_size)
+    provenance.write_json(tmp_path / "multirun/3/summary.json", {"error": "quantize.gptq.bits: 9 is above"})
+    assert run(tmp_path) == 0
+    found = tradeoff_section.read(tmp_path / "reports/sweep.json")
+    assert sorted(p.settings["group_size"] for p in found) == [32, 64]
+    assert found[0] == points()[0], "read back as it was"
+    told = capsys.readouterr()
+    assert " 32 |" in told.out and "failed: quantize.gptq.bits: 9 is above" in told.err
 
 
 @pytest.mark.parametrize("missing", ["quantize@gptq", "evaluate@gptq"])
-def test_a_job_that_did_one_of_the_two_is_no_row(missing):
-    summary = job()
-    del summary[missing]
-    assert tradeoff.points_of(summary) == []
+def test_a_job_that_did_one_of_the_two_is_no_point(tmp_path, capsys, missing):
+    lay_out(tmp_path)
+    (tmp_path / f"artifacts/metrics/{missing}.json").unlink()
+    assert run(tmp_path) == 2
+    assert "no job quantized and evaluated; run `make sweep`" in capsys.readouterr().err
+    assert not (tmp_path / "reports").exists()
+
+
+def test_quality_of_another_checkpoint_is_refused(tmp_path, capsys):
+    evaluated = lay_out(tmp_path)["evaluate@gptq"]
+    evaluated["provenance"]["inputs"]["checkpoint"] = "other"
+    provenance.write_json(tmp_path / "artifacts/metrics/evaluate@gptq.json", evaluated)
+    assert run(tmp_path) == 2 and "scored another checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"points": [{}]}', '{"points": 3}', "half"])
+def test_a_file_that_is_no_sweep_is_named(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ValueError, match=r"sweep\.json: "):
+        tradeoff_section.read(tmp_path / "sweep.json")

@@ -12,6 +12,7 @@ from pipeline.reporting import (
     quality_sections,
     setting_sections,
     speed_sections,
+    tradeoff_section,
 )
 from pipeline.reporting.study import Study
 
@@ -31,6 +32,7 @@ def render(study: Study) -> str:
         speed_sections.limits(study),
         quality_sections.quality(study),
         quality_sections.quantization(study),
+        tradeoff_section.tradeoff(study),
         draft_section.draft(study),
         setting_sections.memory(study),
         setting_sections.data(study),

@@ -12,11 +12,13 @@ from pipeline.reporting.numbers import interval_of
 from pipeline.reporting.recommendation import Recommendation, claimable, recommend
 from pipeline.reporting.records import Records
 from pipeline.reporting.rows import Row
+from pipeline.reporting.tradeoff_section import Point
 
 
 @dataclass(frozen=True)
 class Study:
-    """`config`: sections of params.yaml; `rows` in the order of the matrix; `figures`: their folder, as linked."""
+    """`config`: sections of params.yaml; `rows` in the order of the matrix; `figures`: their folder, as linked;
+    `sweep`: quantized copies under other settings."""
 
     config: SimpleNamespace
     records: Records
@@ -24,14 +26,15 @@ class Study:
     noise_floor: Interval | None
     recommendation: Recommendation
     figures: str
+    sweep: tuple[Point, ...]
 
     @classmethod
-    def gather(cls, sections: dict[str, Any], records: Records, figures: str) -> Study:
+    def gather(cls, sections: dict[str, Any], records: Records, figures: str, sweep: tuple[Point, ...] = ()) -> Study:
         config = SimpleNamespace(**sections)
         built = rows.build(records)
         noise_floor = interval_of(records.metrics("benchmark").get("noise_floor"))
         chosen = recommend(built, config.report, noise_floor, config.benchmark.max_new_tokens)
-        return cls(config, records, built, noise_floor, chosen, figures)
+        return cls(config, records, built, noise_floor, chosen, figures, sweep)
 
     @property
     def choice(self) -> Row | None:

@@ -20,7 +20,7 @@ from pipeline.config import (
     Runtime,
     Speculate,
 )  # fmt: skip
-from pipeline.reporting import document, headline, records, serving, summary
+from pipeline.reporting import document, headline, records, serving, summary, tradeoff_section
 from pipeline.reporting.study import Study
 from pipeline.stages import written_by_stages
 
@@ -45,8 +45,10 @@ def run(
     out_metrics: Path,
     out_figures: Path,
     out_serve: Path,
+    swept: Path | None = None,
 ) -> dict[str, Any]:
-    """Write the report on the records in the folder `results` (one STAGE[@KEY].json each, as records.RECORDS lists).
+    """Write the report on the records in the folder `results` (one STAGE[@KEY].json each, as records.RECORDS lists)
+    and on the points of `swept` (reports/sweep.json).
 
     Every section is taken so that a record made under another configuration is refused. Returns what `out_metrics`
     holds; prints the verdict and the report's path.
@@ -56,9 +58,10 @@ def run(
         "calibration": calibration, "prompts": prompts, "draft": draft, "quantize": quantize, "evaluate": evaluate,
         "speculate": speculate, "benchmark": benchmark,
     }  # fmt: skip
+    points = tradeoff_section.read(swept) if swept is not None else ()
     link = Path(os.path.relpath(out_figures, out_report.parent)).as_posix()
     with written_by_stages(results):
-        study = Study.gather(sections, records.load(results, environment, sections), link)
+        study = Study.gather(sections, records.load(results, environment, sections), link, points)
         text, metrics = document.render(study), summary.summarize(study)
         with provenance.whole_folder(out_figures) as folder:
             document.draw(study, folder)
