@@ -41,12 +41,14 @@ repro: setup ## the answer for the committed experiment: environments, all stage
 	dvc repro
 	@python -m pipeline.compile --verdict
 
+# two at a time, each on one core: most tests wait for imports, and threads that share a core wait for each other
+TESTS := OMP_NUM_THREADS=1 pytest --numprocesses 2 --no-loadscope-reorder
 test: setup ## every test that this machine can run; what is skipped is listed with its reason
 	@$(MAKE) --no-print-directory setup-quantizers || echo "tests marked quantizers will be skipped"
-	pytest
+	$(TESTS)
 
 test-fast: setup ## the tests that take seconds
-	pytest -m "not slow and not quantizers and not servers and not gpu"
+	$(TESTS) -m "not slow and not quantizers and not servers and not gpu"
 
 smoke: setup ## the whole graph on a tiny random model, in artifacts/smoke
 	python -m pipeline.scratch artifacts/smoke experiment=smoke

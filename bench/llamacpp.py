@@ -21,8 +21,8 @@ def main(path: str, threads: int) -> None:
     params.model.path = path
     params.n_ctx, params.n_parallel = 2048, 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    params.hostname = "127.0.0.1"
     server = xllamacpp.Server(params)
+    assert server.listening_address.startswith(("http://127.0.0.1", "127.0.0.1")), server.listening_address
     fixed = {"temperature": 0.0, "samplers": ["temperature"], "ignore_eos": True, "cache_prompt": False}
     for line in sys.stdin:
         asked = json.loads(line)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+WHOLE_GRAPH = ("test_pipeline.py", "test_faults.py")  # files whose tests share the fixture `smoke`
 QUANTIZERS = Path(__file__).parents[1] / "envs/quantizers/.venv/bin/python"
 
 
@@ -32,10 +33,36 @@ def pytest_collection_modifyitems(items):
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "quantizers": None if QUANTIZERS.exists() else "no envs/quantizers; `make setup-quantizers` builds it",
     }
+    items.sort(key=lambda item: item.path.name not in WHOLE_GRAPH)  # what takes longest first
     for item in items:
+        assert "smoke" not in item.fixturenames or item.path.name in WHOLE_GRAPH, "the graph would run twice"
         for marker, reason in absent.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file stays in one process, and so do those that share the smoke graph."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            return "smoke" if Path(path).name in WHOLE_GRAPH else path
+
+    return ByFile(config, log)
+
+
+@pytest.fixture
+def two_threads():
+    """Kernels divide their work between threads, of which `make test` gives one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

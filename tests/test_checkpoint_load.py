@@ -126,6 +126,15 @@ def test_biases_are_present_exactly_where_the_original_has_them(tmp_path):
     assert attention.q_proj.bias.tolist() == [5.0] * 64 and attention.o_proj.bias is None
 
 
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Mistral"])
+def test_keys_that_are_not_of_the_family_decide_nothing(tmp_path, kind):
+    model = tiny(kind)
+    saved(model, tmp_path)
+    strange = {"mlp_bias": True} if kind == "Qwen3" else {"mlp_bias": True, "attention_bias": True}
+    edit_config(tmp_path, lambda c: c.update(strange))
+    check_logits(tmp_path, logits_of(model))
+
+
 def test_bias_where_the_model_has_none_and_the_reverse(tmp_path):
     quantized(tiny("Llama"), tmp_path, "gptq")
     name = "model.layers.0.self_attn.q_proj.bias"

@@ -21,6 +21,7 @@ from pipeline.engine.few_rows import (
 )
 from pipeline.engine.linear4 import Int4Linear, quantized_linear
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # half an ulp, relative
 
 needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")

@@ -17,6 +17,7 @@ from pipeline.engine.linear import FullLinear, joined
 from pipeline.engine.propose import ModelProposer
 from pipeline.engine.sample import GREEDY, Sampling
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")
 LLAMA3 = {
     "rope_type": "llama3",

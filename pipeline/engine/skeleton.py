@@ -84,7 +84,7 @@ class Attention(nn.Module):
         super().__init__()
         D, H = config.hidden_size, head_dim(config)
         Q, KV = config.num_attention_heads * H, config.num_key_value_heads * H
-        bias = getattr(config, "attention_bias", False)
+        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
         qkv_bias = bias or config.model_type == "qwen2"
         self.q_proj = _linear(D, Q, qkv_bias, dtype)
         self.k_proj, self.v_proj = _linear(D, KV, qkv_bias, dtype), _linear(D, KV, qkv_bias, dtype)
@@ -96,7 +96,8 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        D, F, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
+        D, F = config.hidden_size, config.intermediate_size
+        bias = config.model_type == "llama" and config.mlp_bias
         self.gate_proj, self.up_proj = _linear(D, F, bias, dtype), _linear(D, F, bias, dtype)
         self.down_proj = _linear(F, D, bias, dtype)
 
