@@ -9,6 +9,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from pathlib import Path
 
+os.environ.setdefault("KERNELS_DIR", str(Path(__file__).parents[1] / "artifacts/kernels"))  # compiled once
+
 import pytest
 import yaml
 
@@ -33,7 +35,7 @@ def pytest_collection_modifyitems(items):
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "quantizers": None if QUANTIZERS.exists() else "no envs/quantizers; `make setup-quantizers` builds it",
     }
-    items.sort(key=lambda item: item.path.name not in WHOLE_GRAPH)  # what takes longest first
+    items.sort(key=lambda item: item.path.name not in (*WHOLE_GRAPH, "test_torture.py"))  # what takes longest first
     for item in items:
         assert "smoke" not in item.fixturenames or item.path.name in WHOLE_GRAPH, "the graph would run twice"
         for marker, reason in absent.items():

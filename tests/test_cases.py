@@ -165,7 +165,9 @@ def test_a_signal_in_the_middle_of_a_stage_keeps_the_old_result_and_a_rerun_fini
 
     def run(number: int) -> subprocess.CompletedProcess:
         words = [sys.executable, "-c", KILLED, str(number)]
-        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        # where the tests run in the background, SIGINT is ignored, and children inherit that
+        told = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, **told)
 
     assert run(0).returncode == 0
     first = digest(tmp_path / "corpus")

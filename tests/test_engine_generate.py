@@ -183,12 +183,12 @@ def test_ngram_equals_plain(make_decoder, k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(1.0, None, 1.0), Sampling(0.7, 5, 0.9)], ids=["plain", "filtered"])
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 4])
 def test_sampling_end_to_end(make_decoder, k, sampling):
     """Second and third new tokens given the first: counts over many runs against the target's exact probabilities."""
     shape = {"vocab_size": 8, "num_hidden_layers": 1, "initializer_range": 0.5, "max_position_embeddings": 32}
     target, draft = make_decoder(5, **shape), make_decoder(5, noise=0.5, **shape)
-    prompt, runs = [1, 2, 3], 1500
+    prompt, runs = [1, 2, 3], 1000
     generator = torch.Generator().manual_seed(k)
     proposer = ModelProposer(draft, 8)
     counts = torch.zeros(8, 8)

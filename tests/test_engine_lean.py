@@ -17,7 +17,6 @@ from pipeline.engine.linear import FullLinear, joined
 from pipeline.engine.propose import ModelProposer
 from pipeline.engine.sample import GREEDY, Sampling
 
-pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")
 LLAMA3 = {
     "rope_type": "llama3",
@@ -72,6 +71,7 @@ def test_logits_equal_transformers(make_decoder, family):
 
 
 @needs_kernels
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("norms", [False, True])
@@ -94,6 +94,7 @@ def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms):
 
 
 @needs_kernels
+@pytest.mark.usefixtures("two_threads")
 def test_the_other_kernels_equal_their_torch_form():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(5, 64, generator=generator) * 30 for _ in range(2))
@@ -108,6 +109,7 @@ def test_the_other_kernels_equal_their_torch_form():
 
 
 @needs_kernels
+@pytest.mark.usefixtures("two_threads")
 def test_a_position_beyond_the_cache_is_refused_by_the_kernel():
     qkv, table, cache = torch.zeros(2, 3 * 16), torch.zeros(64, 8), torch.zeros(1, 1, 8, 16)
     with pytest.raises(RuntimeError, match="beyond the cache"):

@@ -59,6 +59,7 @@ def start(folder: Path, targets: tuple[str, ...]) -> subprocess.Popen[str]:
         stderr=log,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if this runs in the background
     )
 
 
