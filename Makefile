@@ -73,11 +73,10 @@ GRIDS := 'quantize.gptq.group_size=32,128' \
 	'quantize.gptq.true_sequential=false quantize.gptq.backend=auto_gptq,llmcompressor' \
 	'quantize.awq.backend=llmcompressor'
 sweep: setup ## quality against size over settings, into the report: make sweep [GRID='quantize.gptq.bits=3,4']
-	for grid in $(if $(GRID),'$(GRID)',$(GRIDS)); do \
+	failed=0; for grid in $(if $(GRID),'$(GRID)',$(GRIDS)); do \
 		python -m pipeline.sweep --multirun $$grid \
-			'sweep.stages=[quantize@gptq,evaluate@gptq,quantize@awq,evaluate@awq]'; done
-	python -m pipeline.tradeoff
-	$(MAKE) --no-print-directory report
+			'sweep.stages=[quantize@gptq,evaluate@gptq,quantize@awq,evaluate@awq]' || failed=1; done; \
+	python -m pipeline.tradeoff; $(MAKE) --no-print-directory report; exit $$failed
 
 verify: setup ## an experiment twice in clean folders, compared: make verify [EXPERIMENT=smoke]
 	python -m pipeline.verify $(if $(EXPERIMENT),experiment=$(EXPERIMENT))

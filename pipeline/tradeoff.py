@@ -54,7 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     provenance.write_json(args.out, {"points": provenance.finite(points)})
-    print(tradeoff_section.table(points), tradeoff_section.libraries(points), sep="\n\n")
+    alike = [p for p in points if p.same_quality_scale(points[0])]
+    print(tradeoff_section.table(alike), tradeoff_section.libraries(alike), sep="\n\n")
+    if len(alike) < len(points):
+        print(f"left out, of another model, text or evaluation: {len(points) - len(alike)}", file=sys.stderr)
     for error in errors:
         print(f"failed: {error}", file=sys.stderr)
     return 0

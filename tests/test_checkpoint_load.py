@@ -223,7 +223,7 @@ def test_missing_left_over_and_misshapen_tensors_are_named(tmp_path, change, say
 def test_unknown_architecture_and_remote_code_are_refused(tmp_path):
     saved(tiny("Llama"), tmp_path)
     edit_config(tmp_path, lambda c: c.update(model_type="ghost"))
-    with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it"):
+    with pytest.raises(CheckpointError, match=r"config\.json: no model can be made of it"):
         load(tmp_path)
 
 
@@ -287,7 +287,8 @@ def test_a_config_that_says_everything_is_read_as_transformers_reads_it(tmp_path
     for name in SAID:  # whatever is left to imply, or of another type, is transformers' to read
         assert plain_config({k: v for k, v in values.items() if k != name}) is None
         assert plain_config({**values, name: str(values[name]).encode()}) is None
-    odd = {"model_type": "mistral", "auto_map": {}, "hidden_size": 63, "num_hidden_layers": 0}
+    odd = {"model_type": "mistral", "auto_map": {"AutoModel": "x.Y"}, "hidden_size": 63, "num_hidden_layers": 0}
+    odd |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
     assert all(plain_config({**values, name: value}) is None for name, value in odd.items())
 
 

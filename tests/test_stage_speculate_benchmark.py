@@ -162,9 +162,19 @@ def test_a_draft_with_other_weights_is_almost_never_right_and_zero_is_best(study
 def test_a_draft_whose_context_is_shorter_than_the_prompts_is_refused(study, tmp_path):
     shutil.copytree(study / "twin", tmp_path / "short")
     config = provenance.read_json(tmp_path / "short" / "config.json")
-    provenance.write_json(tmp_path / "short" / "config.json", {**config, "max_position_embeddings": 16})
-    with pytest.raises(ValueError, match=r"but the context of .*short is 16; lower speculate\.max_new_tokens"):
+    provenance.write_json(tmp_path / "short" / "config.json", {**config, "max_position_embeddings": 12})
+    with pytest.raises(ValueError, match=r"do not fit in the context of .*short, 12; lower prompts\.max_prompt_tokens"):
         sweep(study, tmp_path / "out", str(tmp_path / "short"))
+
+
+def test_a_draft_whose_context_ends_during_the_answers_drafts_as_long_as_it_can(study, tmp_path):
+    shutil.copytree(study / "twin", tmp_path / "short")
+    config = provenance.read_json(tmp_path / "short" / "config.json")
+    provenance.write_json(tmp_path / "short" / "config.json", {**config, "max_position_embeddings": 18})
+    found = sweep(study, tmp_path / "out", str(tmp_path / "short"))
+    timed = [p for p in found["curve"] if p["measured"] and p["draft_len"]]
+    assert {p["measured"]["lossless"]["grade"] for p in timed} == {"exact"}
+    assert all(0 < p["measured"]["drafted_per_round"] < p["draft_len"] for p in timed)
 
 
 def test_lookup_drafts_without_weights(study, tmp_path):

@@ -88,7 +88,7 @@ def empty_module(
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # transformers is not to look for the quantizer
         reason = "asked for" if engine == "hf" else lean.refusal(config)
-        if trust_remote_code and getattr(config, "auto_map", None):
+        if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
             reason = "its code comes with the checkpoint"
         if reason is None:
             return Skeleton(config, dtype), None
@@ -104,7 +104,7 @@ def empty_module(
     except Exception as e:  # an impossible shape fails wherever it is first used
         why = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         path = checkpoint.folder / "config.json"
-        raise CheckpointError(f"{path}: transformers refuses it ({why}); correct it") from e
+        raise CheckpointError(f"{path}: no model can be made of it ({why}); correct it") from e
 
 
 class _Filling:

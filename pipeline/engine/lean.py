@@ -118,11 +118,10 @@ class LeanModel(nn.Module):
 
 
 def window_of(config: Any, layer: int) -> int:
-    """Positions that a layer looks back; 0 = all."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[layer] != "sliding_attention":
+    """Positions that a layer looks back; 0 = all. Keys of other families are of no account, as in transformers."""
+    if config.model_type == "llama":
         return 0
-    if kinds is None and config.model_type != "mistral":
+    if config.model_type != "mistral" and config.layer_types[layer] != "sliding_attention":
         return 0
     return config.sliding_window or 0
 

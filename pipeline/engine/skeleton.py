@@ -42,7 +42,8 @@ def plain_config(values: dict[str, Any]) -> PlainConfig | None:
     """A Llama config as it stands in its file, or None when anything is implied, unusual or wrong in it: transformers
     is to read it then, which takes seconds to import."""
     typed = all(type(values.get(name)) is kind for name, kind in SAID.items())
-    if not typed or values.get("model_type") != "llama" or "auto_map" in values:
+    others = any(values.get(name) for name in ("auto_map", "rope_scaling", "per_layer_config"))
+    if not typed or values.get("model_type") != "llama" or others:
         return None
     counts = [values[name] for name, kind in SAID.items() if kind is int]
     rope = values["rope_parameters"]

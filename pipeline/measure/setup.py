@@ -142,26 +142,22 @@ def prompt_rows(path: Path) -> list[dict[str, Any]]:
 def refuse_beyond_context(
     checkpoint: Path, prompts: PromptSet, max_new_tokens: int, draft_len: int, section: str
 ) -> None:
-    """Raises ValueError when a prompt's tokens are not in the target's vocabulary, and as `refuse_short_context`."""
-    vocabulary = provenance.read_json(checkpoint / "config.json").get("vocab_size")
+    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in the model's context, or
+    a prompt's tokens not in its vocabulary."""
+    config = provenance.read_json(checkpoint / "config.json")
+    context, vocabulary = config.get("max_position_embeddings"), config.get("vocab_size")
     strange = next((p for p in prompts.all if vocabulary is not None and max(p.ids) >= vocabulary), None)
     if strange is not None:
         raise ValueError(
             f"{section}: prompt {strange.id} has token {max(strange.ids)}, but the vocabulary of {checkpoint} ends at "
             f"{vocabulary - 1}; run `dvc repro prompts` for this model"
         )
-    refuse_short_context(checkpoint, prompts, max_new_tokens, draft_len, section)
-
-
-def refuse_short_context(folder: Path, prompts: PromptSet, max_new_tokens: int, draft_len: int, section: str) -> None:
-    """Raises ValueError when the longest prompt, its answer and one round's draft do not fit in a model's context."""
-    context = provenance.read_json(folder / "config.json").get("max_position_embeddings")
     longest = prompts.longest
     needed = len(longest.ids) + max_new_tokens + draft_len
     if context is not None and needed > context:
         raise ValueError(
             f"{section}.max_new_tokens: prompt {longest.id} of {len(longest.ids)} tokens + {max_new_tokens} new + "
-            f"{draft_len} drafted = {needed} tokens, but the context of {folder} is {context}; lower "
+            f"{draft_len} drafted = {needed} tokens, but the context of {checkpoint} is {context}; lower "
             f"{section}.max_new_tokens, speculate.draft_lens or prompts.max_prompt_tokens"
         )
 
@@ -206,12 +202,22 @@ def draft_for(key: str, draft: Path, quantized_draft: Path) -> tuple[DraftSpec |
     return DraftSpec(kind, str(folder), None, pack_head(folder), str(vocab) if own else None), None
 
 
-def refuse_other_tokens(target: Path, draft: DraftSpec | None) -> None:
-    """Raises ValueError when the draft's id -> token table is not the target's, before any weights load."""
-    if draft is not None and draft.folder is not None:
-        from pipeline.checkpoint.tokenizer import check_same_tokens
+def refuse_unfit_draft(target: Path, draft: DraftSpec | None, prompts: PromptSet, draft_len: int) -> None:
+    """Raises ValueError, before any weights load, when the draft's id -> token table is not the target's, or its
+    context ends before a round after the longest prompt (where it ends during an answer, fewer tokens are drafted)."""
+    if draft is None or draft.folder is None:
+        return
+    from pipeline.checkpoint.tokenizer import check_same_tokens
 
-        check_same_tokens(target, Path(draft.folder))
+    folder, longest = Path(draft.folder), prompts.longest
+    check_same_tokens(target, folder)
+    context = provenance.read_json(folder / "config.json").get("max_position_embeddings")
+    if context is not None and len(longest.ids) + 1 + draft_len > context:
+        raise ValueError(
+            f"draft: prompt {longest.id} of {len(longest.ids)} tokens and a round of {draft_len} drafted ones do not "
+            f"fit in the context of {folder}, {context}; lower prompts.max_prompt_tokens or speculate.draft_lens, or "
+            f"take another draft"
+        )
 
 
 def arm_spec(

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from pipeline.reporting.study import Study
 
 METHODS = ("gptq", "awq")
-SHOWN = ("bits", "group_size", "sym", "desc_act", "zero_point", "clip", "duo_scaling")
+SHOWN = (
+    "bits", "group_size", "sym", "desc_act", "true_sequential", "damp_percent", "zero_point", "clip", "duo_scaling",
+    "calibration_rows",
+)  # fmt: skip
 SAME_QUALITY = ("target", "corpus", "baseline", "evaluate")  # of two points that may stand in one table
 
 

@@ -39,7 +39,7 @@ from pipeline.measure.setup import (
     end_ids,
     read_prompts,
     refuse_beyond_context,
-    refuse_other_tokens,
+    refuse_unfit_draft,
 )
 from pipeline.measure.statistics import median, precise_enough
 from pipeline.measure.verdict import LogitGaps
@@ -79,7 +79,8 @@ def run(
     for target in TARGETS:
         rows[target] = Row(target, target, None, 0, None)
         rows[f"{target}_spec"] = speculative_row(target, records[target], inputs, draft, quantized_draft)
-        refuse_other_tokens(checkpoints[target], rows[f"{target}_spec"].draft)
+        row = rows[f"{target}_spec"]
+        refuse_unfit_draft(checkpoints[target], row.draft, prompt_set, row.draft_len)
     rows[CONTROL] = Row(CONTROL, "base", None, 0, None)
     ends = end_ids(base)
     specs = {

@@ -22,7 +22,7 @@ from pipeline.measure.setup import (
     draft_for,
     pack_head,
     read_prompts,
-    refuse_other_tokens,
+    refuse_unfit_draft,
 )
 from pipeline.measure.speculation import Costs, best_predicted, curve_point, replay_all
 from pipeline.measure.statistics import paired_mean_difference
@@ -52,7 +52,7 @@ def run(
     """Candidates of each target, the best prediction first; `speculate_*`: the folders that hold each sweep's trace.
 
     `environment` is the machine's fingerprint: hashed into the record, not read. Raises ValueError for a candidate
-    that is not there or has other tokens, before any weights load.
+    that is not there, has other tokens or is too short for the prompts, before any weights load.
     """
     checkpoints = dict(zip(TARGETS, (base, gptq, awq), strict=True))
     sweeps = dict(zip(TARGETS, (speculate_base, speculate_gptq, speculate_awq), strict=True))
@@ -63,7 +63,7 @@ def run(
     chosen = {key: candidates(rank_drafts, key, folders) for key in TARGETS}
     for key, specs in chosen.items():
         for spec in specs.values():
-            refuse_other_tokens(checkpoints[key], spec)
+            refuse_unfit_draft(checkpoints[key], spec, prompt_set, max(speculate.draft_lens))
     answers = {key: recorded(sweeps[key] / "trace.json", prompt_set) for key in TARGETS}
     memory.refuse_too_little(runtime.min_free_memory_bytes)
 

@@ -19,8 +19,7 @@ from pipeline.measure.setup import (
     end_ids,
     read_prompts,
     refuse_beyond_context,
-    refuse_other_tokens,
-    refuse_short_context,
+    refuse_unfit_draft,
 )
 from pipeline.measure.speculation import best_measured, best_predicted, curve_point
 from pipeline.measure.statistics import Interval
@@ -51,11 +50,7 @@ def run(
     chosen, no_draft = draft_for(key, draft, quantized_draft)
     prompt_set = read_prompts(prompts, speculate.prompts_per_category, "speculate.prompts_per_category")
     refuse_beyond_context(checkpoint, prompt_set, speculate.max_new_tokens, max(speculate.draft_lens), "speculate")
-    refuse_other_tokens(checkpoint, chosen)
-    if chosen is not None and chosen.folder is not None:
-        refuse_short_context(
-            Path(chosen.folder), prompt_set, speculate.max_new_tokens, max(speculate.draft_lens), "speculate"
-        )
+    refuse_unfit_draft(checkpoint, chosen, prompt_set, max(speculate.draft_lens))
     memory.refuse_too_little(runtime.min_free_memory_bytes)
     spec = arm_spec(checkpoint, chosen, runtime, ends=end_ids(checkpoint), trust_remote_code=model.trust_remote_code)
 
