@@ -117,7 +117,7 @@ def table(points: Sequence[Point]) -> str:
         [
             f"**{p.method}**" if _on_front(p, points) else p.method,
             p.backend,
-            *(str(p.settings[name]) for name in settings),
+            *("all" if p.settings[name] is None else str(p.settings[name]) for name in settings),
             numbers.size(p.weight_bytes),
             signed_interval(change_pct(p.delta_log_ppl), "%"),
             fixed(p.kl_nats_mean, 3),
