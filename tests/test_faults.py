@@ -160,13 +160,13 @@ def test_eight_multirun_jobs_at_once_lose_nothing(workspace):
     for seed in range(8):
         command = [
             sys.executable, "-m", "pipeline.sweep", "--multirun", "experiment=smoke", f"runtime.seed={seed}",
-            "sweep.stages=[fetch@corpus]", f"hydra.sweep.dir=multirun/at_once/{seed}",
+            "sweep.stages=[fetch_corpus]", f"hydra.sweep.dir=multirun/at_once/{seed}",
         ]  # fmt: skip
         jobs.append(subprocess.Popen(command, cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True))
     said = [job.communicate()[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * 8, said
     summaries = [json.loads(p.read_text()) for p in sorted(folder.glob("multirun/at_once/*/*/summary.json"))]
-    assert len(summaries) == 8 and all("error" not in s and s["fetch@corpus"]["corpora"] for s in summaries)
+    assert len(summaries) == 8 and all("error" not in s and s["fetch_corpus"]["corpora"] for s in summaries)
     assert run(folder, "dvc", "status", "fetch@corpus").stdout.count("changed") == 0, "the workspace is as it was"
 
 
