@@ -12,7 +12,7 @@ import measure_fixtures as tiny
 import pytest
 
 from pipeline.measure.setup import ArmSpec, Ask, DraftSpec, arm_spec
-from pipeline.measure.worker import Worker, WorkerDied, Workers
+from pipeline.measure.worker import GRACE_S, Worker, WorkerDied, Workers
 
 PROMPT = [5, 17, 99, 3, 42, 8]
 
@@ -129,3 +129,15 @@ def test_no_worker_outlives_a_killed_driver():
     while not gone(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert gone(pid)
+
+
+def test_workers_that_do_not_listen_are_ended_together():
+    workers = Workers(resident=True, warm_up=lambda name, worker: None)
+    workers.open = {str(i): Worker(str(i), None) for i in range(3)}
+    processes = [w.process for w in workers.open.values()]
+    for process in processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    workers.close()
+    assert GRACE_S <= time.monotonic() - started < 2 * GRACE_S, "one grace for all, not one each"
+    assert all(process.returncode == -signal.SIGKILL for process in processes)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pipeline.measure.arm import Arm
 
 PR_SET_PDEATHSIG = 1
+GRACE_S = 5.0  # for a worker to end by itself
 ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError, "MemoryError": MemoryError}
 
 
@@ -67,13 +69,16 @@ class Worker:
         self._send({"command": command, **arguments})
         return self._receive()
 
-    def close(self) -> None:
-        """End the process: by the end of its input, or by force if it does not listen."""
+    def end_input(self) -> None:
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
+
+    def close(self, grace_s: float = GRACE_S) -> None:
+        """End the process: by the end of its input, or by force if it does not listen within `grace_s`."""
+        self.end_input()
         try:
-            self.process.wait(timeout=5)
+            self.process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -150,8 +155,12 @@ class Workers:
         return [w.process.pid for w in self.open.values()]
 
     def close(self) -> None:
+        """All at once: one that loads does not listen, and an interrupted study takes one grace, not one each."""
+        until = time.monotonic() + GRACE_S
         for worker in self.open.values():
-            worker.close()
+            worker.end_input()
+        for worker in self.open.values():
+            worker.close(max(0.0, until - time.monotonic()))
         self.open = {}
 
 
