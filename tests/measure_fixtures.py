@@ -119,5 +119,8 @@ class LocalWorker:
         answer = self.commands[command](**json.loads(json.dumps(arguments)))
         return json.loads(json.dumps(finite(answer)))
 
-    def close(self) -> None:
+    def end_input(self):
+        pass
+
+    def close(self, grace_s=0.0) -> None:
         pass
