@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pipeline import config, provenance
 from pipeline.reporting import tradeoff_section
-from pipeline.reporting.tradeoff_section import METHODS, Point
+from pipeline.reporting.records import METHODS
+from pipeline.reporting.tradeoff_section import Point
 
 OUT = Path("reports/sweep.json")
 METRICS = Path("artifacts/metrics")

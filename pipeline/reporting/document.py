@@ -14,6 +14,7 @@ from pipeline.reporting import (
     speed_sections,
     tradeoff_section,
 )
+from pipeline.reporting.records import METHODS
 from pipeline.reporting.study import Study
 
 
@@ -47,7 +48,7 @@ def render(study: Study) -> str:
 def draw(study: Study, folder: Path) -> None:
     """The figures that `render` links to."""
     speculated = study.records.per_target("speculate")
-    methods = {m: study.records.metrics(f"quantize@{m}") for m in quality_sections.METHODS}
+    methods = {m: study.records.metrics(f"quantize@{m}") for m in METHODS}
     with figures.style():
         figures.save(figures.draft_length(speculated, study.noise_floor), folder, "draft-length")
         figures.save(figures.trade_off(study.rows, study.recommendation), folder, "trade-off")

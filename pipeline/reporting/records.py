@@ -9,6 +9,7 @@ from typing import Any
 from pipeline import provenance
 
 TARGETS = ("base", "gptq", "awq")
+METHODS = TARGETS[1:]
 RECORDS = (
     "fetch@target",
     "fetch@corpus",
@@ -25,7 +26,7 @@ RECORDS = (
 )
 
 
-QUANTIZED = ("gptq", "awq", "draft")
+QUANTIZED = (*METHODS, "draft")
 TIMED = (*(f"speculate@{key}" for key in TARGETS), "benchmark", "rank_drafts")
 WRITTEN_BY = {
     "target": "fetch@target",

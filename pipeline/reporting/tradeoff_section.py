@@ -11,11 +11,11 @@ from pipeline import provenance
 from pipeline.measure.statistics import Interval
 from pipeline.reporting import markdown, numbers
 from pipeline.reporting.numbers import change_pct, fixed, interval_of, share, signed_interval
+from pipeline.reporting.records import METHODS
 
 if TYPE_CHECKING:
     from pipeline.reporting.study import Study
 
-METHODS = ("gptq", "awq")
 SHOWN = (
     "bits", "group_size", "sym", "desc_act", "true_sequential", "damp_percent", "zero_point", "clip", "duo_scaling",
     "calibration_rows",
