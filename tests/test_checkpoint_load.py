@@ -12,8 +12,10 @@ from checkpoint_fixtures import edit_config, quantized, rewrite, saved, tiny
 
 from pipeline.checkpoint.files import CheckpointError, TensorFiles
 from pipeline.checkpoint.load import dense_from_of, load_decoder
+from pipeline.engine import native
 from pipeline.engine.linear import ROW_CANDIDATES
 from pipeline.engine.skeleton import SAID, plain_config
+from pipeline.measure.memory import read_bytes_per_step, weight_bytes
 
 NEVER: dict[str, int | None] = {}
 IDS = torch.tensor([[1, 5, 99, 17, 64, 3, 3, 127, 40]])
@@ -238,13 +240,48 @@ def test_dtype_and_dense_rows_are_read_back(tmp_path):
     assert name in ("FullLinear", "FewRowsLinear") and measured[name] in (None, *ROW_CANDIDATES)
 
 
+@pytest.mark.parametrize("kind", ["Int8Linear", "FewRowsInt8Linear"])
+@pytest.mark.parametrize("engine", ["hf", "lean"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_packed_head_leaves_the_embedding_alone(tmp_path, tie):
+def test_packed_head_takes_a_tied_embedding_along(tmp_path, tie, engine, kind):
+    """The reference: transformers with the rounded table in the place of its own."""
+    if kind == "FewRowsInt8Linear" and native.refusal() is not None:
+        pytest.skip(f"no kernels here: {native.refusal()}")
     model = tiny("Llama", tie=tie)
     saved(model, tmp_path)
+    full = load(tmp_path, engine=engine)
+    decoder = load(tmp_path, pack_head=True, engine=engine, dense_from={kind: None})
+    assert decoder.describe()["kernels"][kind] == 1
+    rounded_VD = model.get_output_embeddings().weight.detach()
+    step_V1 = (rounded_VD.abs().amax(1, keepdim=True) / 127).clamp(min=1e-30)  # the padding token: zeros
+    rounded_VD = (rounded_VD / step_V1).round() * step_V1
+    ids = torch.arange(len(rounded_VD))
+    table_VD = rounded_VD if tie else model.get_input_embeddings().weight
+    torch.testing.assert_close(decoder.module.get_input_embeddings()(ids), table_VD, rtol=1e-6, atol=0)
+    saving = rounded_VD.numel() * 3 - 4 * len(rounded_VD)  # float32 to bytes and a scale
+    assert weight_bytes(full.module) - weight_bytes(decoder.module) == saving
+    assert read_bytes_per_step(full.module) - read_bytes_per_step(decoder.module) == saving
+    model.get_output_embeddings().weight.data.copy_(rounded_VD)  # the embedding too, where tied
+    got_TV = decoder.forward(IDS[0], decoder.new_cache(IDS.shape[1]))
+    torch.testing.assert_close(got_TV, logits_of(model), rtol=1e-3, atol=1e-3)
+
+
+def test_a_head_cut_down_is_packed_and_the_whole_embedding_by_itself(tmp_path):
+    saved(tiny("Llama", tie=True), tmp_path)
+    whole = load(tmp_path, pack_head=True, engine="lean")
+    options = {"device": "cpu", "dtype": torch.float32, "pack_head": True, "trust_remote_code": False}
+    cut = load_decoder(tmp_path, dense_from=NEVER, vocab_ids=[3, 40, 99], **options)
+    logits_TV, logits_TU = (d.forward(IDS[0], d.new_cache(IDS.shape[1])) for d in (whole, cut))
+    torch.testing.assert_close(logits_TU, logits_TV[:, [3, 40, 99]], rtol=1e-5, atol=1e-6)
+    table = weight_bytes(whole.module.get_input_embeddings())
+    assert weight_bytes(cut.module) == weight_bytes(whole.module) + weight_bytes(cut.module.head)
+    assert read_bytes_per_step(cut.module) == weight_bytes(cut.module) - table + 64 + 4
+
+
+def test_a_packed_head_is_rounded_by_half_a_step_at_most(tmp_path):
+    model = tiny("Llama", tie=False)
+    saved(model, tmp_path)
     decoder = load(tmp_path, pack_head=True)
-    assert torch.equal(decoder.module.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    assert decoder.describe()["kernels"] == {"FullLinear": 14, "Int8Linear": 1}
     with torch.inference_mode():
         hidden_TD = model.model(input_ids=IDS).last_hidden_state[0]
     step_V = model.lm_head.weight.detach().abs().amax(1) / 127

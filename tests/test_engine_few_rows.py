@@ -19,6 +19,7 @@ from pipeline.engine.few_rows import (
     pack_nibbles,
     unpack_nibbles,
 )
+from pipeline.engine.linear import Int8Linear, joined
 from pipeline.engine.linear4 import Int4Linear, quantized_linear
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -57,7 +58,7 @@ def fixed_point_slack(x_MK, weight_NK, group):
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M", [*range(1, 10), 17])
-@pytest.mark.parametrize(("N", "K", "group"), [(64, 576, 64), (101, 256, 128), (7, 512, 512)])
+@pytest.mark.parametrize(("N", "K", "group"), [(64, 576, 64), (101, 256, 128), (7, 512, 512), (30, 96, 8)])
 def test_int4_weights(M, N, K, group, dtype):
     generator = torch.Generator().manual_seed(M * N)
     codes_NK = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
@@ -83,11 +84,15 @@ def test_int4_weights(M, N, K, group, dtype):
 def test_int8_weights(M):
     generator = torch.Generator().manual_seed(M)
     x_MK = torch.randn(M, 192, generator=generator) * torch.logspace(-3, 3, 192)  # outliers in some groups
-    linear = FewRowsInt8Linear(torch.randn(101, 192, generator=generator), None)
-    weight_NK = linear.codes_NK.double() * linear.scale_N[:, None].double()
+    full_NK = torch.randn(101, 192, generator=generator)
+    linear, plain = FewRowsInt8Linear(full_NK, None), Int8Linear(full_NK, None)
+    weight_NK = plain.codes.double() * plain.scale[:, None].double()
     exact = x_MK.double() @ weight_NK.t()
     sums = (192 + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.abs().t())
     assert ((linear(x_MK).double() - exact).abs() <= sums + fixed_point_slack(x_MK, weight_NK, 64)).all()
+    ids = torch.tensor([[0, 100], [7, 8]])
+    assert torch.equal(linear.lookup(ids), weight_NK.float()[ids])
+    assert torch.equal(linear.tile(64, 101), weight_NK.float()[64:])
 
 
 @needs_kernels
@@ -119,11 +124,32 @@ def test_what_is_not_a_number_stays_one(bad):
         assert y_MN[0].isfinite().all() and not y_MN[1].isfinite().any()
 
 
+@needs_kernels
+@pytest.mark.parametrize("code", [0, 15])
+def test_the_largest_group_does_not_overflow(code):
+    """Sums of 4096 products of the largest code and the largest x: 2^31 is 7 % above."""
+    codes, zeros = torch.full((8, 4096), code, dtype=torch.uint8), torch.full((8, 1), 15 - code)
+    linear = FewRowsInt4Linear(codes, torch.ones(8, 1), zeros, None)
+    expected = 4096.0 * (2 * code - 15)
+    torch.testing.assert_close(linear(torch.ones(2, 4096)), torch.full((2, 8), expected), rtol=1e-6, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("N", [8, 12])
+def test_layers_of_whole_panels_join(N):
+    codes = torch.randint(0, 16, (2, N, 64), dtype=torch.uint8)
+    parts = [FewRowsInt4Linear(c, torch.rand(N, 2), torch.full((N, 2), 7), None) for c in codes]
+    whole, x_MK = joined(parts), torch.randn(3, 64)
+    assert (whole is None) == (N == 12)
+    if whole is not None:
+        assert torch.equal(whole(x_MK), torch.cat([part(x_MK) for part in parts], 1))
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
+@given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_nibbles_round_trip(N, blocks, seed):
-    codes_NK = torch.randint(0, 16, (N, 64 * blocks), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    assert torch.equal(unpack_nibbles(pack_nibbles(codes_NK)), codes_NK)
+    codes_NK = torch.randint(0, 16, (N, 8 * blocks), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(codes_NK))[:N], codes_NK)
 
 
 @needs_kernels
@@ -138,7 +164,9 @@ def test_which_layers_are_taken():
     assert kind(zeros, 64) is FewRowsInt4Linear
     assert kind(zeros, 64, scale=1 + 2.0**-20) is Int4Linear, "a scale that float16 would round"
     assert kind(zeros + 0.5, 64) is Int4Linear, "a zero between two codes is not a byte"
-    assert kind(torch.zeros(8, 6), 32) is Int4Linear
+    assert kind(torch.zeros(8, 24), 8) is FewRowsInt4Linear
+    assert kind(torch.zeros(8, 16), 12) is not FewRowsInt4Linear
+    assert not few_rows.takes_int4(4, 8192, 8192, torch.ones(8, 1), torch.zeros(8, 1), torch.float32, "cpu")
     assert not few_rows.takes_full(40, torch.bfloat16, "cpu")
     assert not few_rows.takes_full(64, torch.float32, "cpu")
     assert not few_rows.takes_full(64, torch.bfloat16, "cuda")

@@ -131,7 +131,7 @@ def test_int8_rounds_by_half_a_step(dtype):
     y = x_MK.double() @ weight_NK.double().t()
     bound = x_MK.double().abs().sum(1, keepdim=True) * (error_N * (1 + u) + 97 * 2**-24) + 2 * u * y.abs() + 1e-6
     assert ((linear(x_MK).double() - y).abs() <= bound * (1 + u)).all()
-    assert linear.codes_NK.dtype == torch.int8 and not linear.codes_NK[3].any()
+    assert linear.codes.dtype == torch.int8 and not linear.codes[3].any()
 
 
 def test_full_linear_shares_its_weight_and_keeps_leading_shape():

@@ -21,7 +21,15 @@ from pipeline.checkpoint.read import Checkpoint, located, read
 from pipeline.engine import few_rows, lean, native
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsInt8Linear, FewRowsLinear
-from pipeline.engine.linear import HEAD_ROWS, FullLinear, Int8Linear, PackedWeight, clearly_faster, measure_dense_from
+from pipeline.engine.linear import (
+    HEAD_ROWS,
+    FullLinear,
+    Int8Embedding,
+    Int8Linear,
+    PackedWeight,
+    clearly_faster,
+    measure_dense_from,
+)
 from pipeline.engine.linear4 import quantized_linear
 from pipeline.engine.skeleton import Skeleton, plain_config
 
@@ -43,10 +51,10 @@ def load_decoder(
     """A decoder in eval mode on `device`, unquantized weights in `dtype`.
 
     `engine`: lean where the architecture allows it (`Decoder.engine_reason` says why not), or transformers' own modules
-    (hf). `pack_head` rounds a full-precision output head to 8 bits. `dense_from` fixes which classes of linear layer
-    are used and from how many rows each uses a plain GEMM; None takes what was measured on this machine, or measures it
-    (some ms). `vocab_ids` cuts the head down to those ids (a draft need not be able to say everything). Raises
-    CheckpointError for whatever in the folder does not fit together.
+    (hf). `pack_head` rounds a full-precision output head, and an embedding tied to it, to 8 bits. `dense_from` fixes
+    which classes of linear layer are used and from how many rows each uses a plain GEMM; None takes what was measured
+    on this machine, or measures it (some ms). `vocab_ids` cuts the head down to those ids (a draft need not be able to
+    say everything). Raises CheckpointError for whatever in the folder does not fit together.
     """
     checkpoint = read(folder)
     with located(folder):
@@ -248,13 +256,13 @@ def _cut_head(module: Any, ids: list[int]) -> None:
     if not isinstance(head, FullLinear) or not 0 <= min(ids) <= max(ids) < head.out_features:
         raise CheckpointError(f"draft_vocab.json: its ids do not fit the output head, {head}; make the draft again")
     weight = nn.Parameter(head.weight[ids].clone(), requires_grad=False)
-    name = next(n for n, m in module.named_modules() if m is head)
-    module.set_submodule(name, type(head)(weight, None if head.bias is None else head.bias[ids]))
+    _replace(module, head, type(head)(weight, None if head.bias is None else head.bias[ids]))
 
 
 def _pack_head(module: Any, activations: torch.dtype, classes: set[str]) -> None:
-    """Replace a full-precision output head by 8-bit codes (a tied embedding keeps its own weight)."""
-    head = module.get_output_embeddings()
+    """Replace a full-precision output head by 8-bit codes; an embedding tied to it reads the same ones (its own where
+    the head is cut down)."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if not isinstance(head, FullLinear):
         return
     chosen = FewRowsInt8Linear.__name__ in classes
@@ -264,8 +272,14 @@ def _pack_head(module: Any, activations: torch.dtype, classes: set[str]) -> None
         packed(torch.zeros(1, head.in_features, dtype=activations, device=head.device))
     except RuntimeError as e:
         raise CheckpointError(f"pack_head: torch has no int8 kernel here ({e}); set pack_head to false") from None
-    name = next(n for n, m in module.named_modules() if m is head)
-    module.set_submodule(name, packed)
+    _replace(module, head, packed)
+    if module.config.get_text_config().tie_word_embeddings and type(embedding) is nn.Embedding:
+        whole = packed if head.weight is embedding.weight else type(packed)(embedding.weight, None)
+        _replace(module, embedding, Int8Embedding(whole, embedding.weight.dtype))
+
+
+def _replace(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    module.set_submodule(next(name for name, m in module.named_modules() if m is old), new)
 
 
 def chosen_classes(

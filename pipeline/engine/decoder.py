@@ -27,10 +27,9 @@ class Decoder:
         self.module = module.eval().requires_grad_(False)
         self.max_positions = max_positions
         self.config: Any = module.config
-        embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
-        self.device: torch.device = embedding.weight.device
-        self.dtype: torch.dtype = embedding.weight.dtype
-        self.vocab_size: int = embedding.num_embeddings
+        sample = next(module.parameters())
+        self.device, self.dtype = sample.device, sample.dtype
+        self.vocab_size: int = module.get_input_embeddings().num_embeddings  # type: ignore[operator]
         self.activations = self.dtype
         self.vocab_ids_U: torch.Tensor | None = None  # the ids of the logits' columns, where the head is cut down to U
 

@@ -1,6 +1,7 @@
 """Linear layers on the C++ kernels of kernels/few_rows.cpp.
 
-Legend: M rows (tokens), N output channels, K input channels, G groups of K, W words of 4 codes.
+Legend: M rows (tokens), N output channels, K input channels, G groups of K, P panels of 8 output channels (the last one
+filled up with zeros): the kernels for codes make 8 outputs at once.
 """
 
 from __future__ import annotations
@@ -13,24 +14,33 @@ import torch
 from pipeline.engine import native
 from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight
 
-BLOCK = 64  # codes that the kernels for codes read at once
+LANES = 8  # outputs of a panel; columns of codes that a kernel reads at once
+BLOCK = 64  # columns of x with a step of their own beside 8-bit codes
 INPUT_MULTIPLE = 16  # weights that bf16_linear reads at once
+LARGEST_GROUP = 4096  # its sum is an integer of 32 bits
+
+
+def panels(t_N: torch.Tensor) -> torch.Tensor:
+    """[N, ...] -> [P, 8, ...]"""
+    short = -len(t_N) % LANES
+    filled = torch.cat([t_N, t_N.new_zeros(short, *t_N.shape[1:])]) if short else t_N
+    return filled.view(-1, LANES, *t_N.shape[1:])
 
 
 def pack_nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
-    """4-bit codes -> int16 [N, K / 4]: of each 64 codes, nibble j of word i is code 16 j + i."""
-    N, K = codes_NK.shape
-    words = torch.zeros(N, K // BLOCK, 16, dtype=torch.int16)
-    for j, part in enumerate(codes_NK.view(N, K // BLOCK, 4, 16).to(torch.int16).unbind(2)):
-        words |= part << 4 * j
-    return words.view(N, K // 4)
+    """4-bit codes -> int16 [P, 2 K]: of 8 columns, nibble j of word 2 r + h is column 2 j + h of output r."""
+    P8Kjh = panels(codes_NK).view(-1, LANES, codes_NK.shape[1] // LANES, 4, 2)
+    words = torch.zeros(len(P8Kjh), P8Kjh.shape[2], LANES, 2, dtype=torch.int16)
+    for j in range(4):
+        words |= P8Kjh[:, :, :, j].transpose(1, 2).to(torch.int16) << 4 * j
+    return words.view(len(words), -1)
 
 
-def unpack_nibbles(words_NW: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_nibbles`: uint8 [N, K]."""
-    N = len(words_NW)
-    blocks = words_NW.view(N, -1, 16)
-    return torch.stack([(blocks >> 4 * j & 15).to(torch.uint8) for j in range(4)], 2).view(N, -1)
+def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack_nibbles`: uint8 [8 P, K]."""
+    PKrh = words.view(len(words), -1, LANES, 2)
+    PKrjh = torch.stack([(PKrh >> 4 * j & 15).to(torch.uint8) for j in range(4)], 3)
+    return PKrjh.transpose(1, 2).reshape(len(words) * LANES, -1)
 
 
 class FewRowsLinear(FullLinear):
@@ -44,9 +54,30 @@ class FewRowsLinear(FullLinear):
 class FewRowsInt8Linear(Int8Linear):
     """8-bit codes read once for all rows; x in 16-bit fixed point, one step for each 64 of it."""
 
+    # codes [P, 8 K]: of 2 columns, all outputs of the panel; scale [P, 8]
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
+        super().__init__(weight_NK, bias_N)
+        codes_P8Kh = panels(self.codes).view(-1, LANES, self.in_features // 2, 2)
+        self.codes = codes_P8Kh.transpose(1, 2).reshape(len(codes_P8Kh), -1)
+        self.scale = panels(self.scale)
+
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
-        y_MN: torch.Tensor = torch.ops.few_rows.int8_linear(x_MK, self.codes_NK, self.scale_N)
+        y_MN: torch.Tensor = torch.ops.few_rows.int8_linear(x_MK, self.codes, self.scale, self.out_features)
         return y_MN
+
+    def tile(self, start: int, stop: int) -> torch.Tensor:
+        part = slice(start // LANES, -(-stop // LANES))
+        codes_P8Kh, scale_P8 = self._by_output()[part], self.scale[part]
+        return (codes_P8Kh.flatten(2).float() * scale_P8.unsqueeze(-1)).flatten(0, 1)[: stop - start]
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        p, r = ids // LANES, ids % LANES
+        return self._by_output()[p, r].flatten(-2).float() * self.scale[p, r].unsqueeze(-1)
+
+    def _by_output(self) -> torch.Tensor:
+        """The codes, [P, 8, K / 2, 2]: a view."""
+        return self.codes.view(len(self.codes), -1, LANES, 2).transpose(1, 2)
 
 
 class FewRowsInt4Linear(PackedWeight):
@@ -55,28 +86,35 @@ class FewRowsInt4Linear(PackedWeight):
     x is taken in 16-bit fixed point, one step (the group's largest value / 32767) a group.
     """
 
-    codes_NW: torch.Tensor
-    scales_NG: torch.Tensor
-    zeros_NG: torch.Tensor
-    output_dims: ClassVar[Mapping[str, int]] = {"codes_NW": 0, "scales_NG": 0, "zeros_NG": 0}
+    codes: torch.Tensor  # [P, 2 K] as pack_nibbles leaves them
+    scales: torch.Tensor  # [P, G, 8] float16
+    zeros: torch.Tensor  # [P, G, 8] uint8
+    output_dims: ClassVar[Mapping[str, int]] = {"codes": 0, "scales": 0, "zeros": 0}
 
     def __init__(
         self, codes_NK: torch.Tensor, scales_NG: torch.Tensor, zeros_NG: torch.Tensor, bias_N: torch.Tensor | None
     ) -> None:
         super().__init__(codes_NK.shape[0], codes_NK.shape[1], bias_N)
         self.group_size = codes_NK.shape[1] // scales_NG.shape[1]
-        self.register_buffer("codes_NW", pack_nibbles(codes_NK))
-        self.register_buffer("scales_NG", scales_NG.to(torch.float16).contiguous())
-        self.register_buffer("zeros_NG", zeros_NG.to(torch.uint8).contiguous())
+        self.register_buffer("codes", pack_nibbles(codes_NK))
+        self.register_buffer("scales", panels(scales_NG.to(torch.float16)).transpose(1, 2).contiguous())
+        self.register_buffer("zeros", panels(zeros_NG.to(torch.uint8)).transpose(1, 2).contiguous())
+
+    @property
+    def joins(self) -> bool:
+        return self.out_features % LANES == 0
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
-        y_MN: torch.Tensor = torch.ops.few_rows.int4_linear(x_MK, self.codes_NW, self.scales_NG, self.zeros_NG)
+        y_MN: torch.Tensor = torch.ops.few_rows.int4_linear(
+            x_MK, self.codes, self.scales, self.zeros, self.out_features
+        )
         return y_MN
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        codes_NGg = unpack_nibbles(self.codes_NW[start:stop]).view(stop - start, -1, self.group_size)
-        zeros_NG1, scales_NG1 = (t[start:stop, :, None].float() for t in (self.zeros_NG, self.scales_NG))
-        return ((codes_NGg.float() - zeros_NG1) * scales_NG1).flatten(1)
+        part = slice(start // LANES, -(-stop // LANES))
+        codes_NGg = unpack_nibbles(self.codes[part]).unflatten(1, (-1, self.group_size))
+        zeros, scales = (t[part].transpose(1, 2).flatten(0, 1).float().unsqueeze(-1) for t in (self.zeros, self.scales))
+        return ((codes_NGg.float() - zeros) * scales).flatten(1)[: stop - start]
 
 
 def takes_full(K: int, dtype: torch.dtype, device: str) -> bool:
@@ -99,8 +137,8 @@ def takes_int4(
     dtype: torch.dtype,
     device: str,
 ) -> bool:
-    """Whether codes can be a FewRowsInt4Linear here: bytes as zeros, float16 scales, groups of 64s that fill a row."""
-    fits = bits == 4 and K % group_size == 0 and group_size % BLOCK == 0
+    """Whether codes can be a FewRowsInt4Linear here: bytes as zeros, float16 scales, groups of 8s that fill a row."""
+    fits = bits == 4 and K % group_size == 0 and group_size % LANES == 0 and group_size <= LARGEST_GROUP
     whole = not zeros.is_floating_point() or bool((zeros == zeros.round()).all() and (zeros >= 0).all())
     floats = dtype in (torch.bfloat16, torch.float32)
     halves = bool((scales.to(torch.float16).float() == scales.float()).all())

@@ -90,6 +90,9 @@ class LeanModel(nn.Module):
         for i, layer in enumerate(module.model.layers):
             self.layers.append(Layer(layer, window_of(config, i)))
             module.model.layers[i] = nn.Identity()  # frees what was joined before the next layer is
+        for linear in self.modules():
+            if isinstance(linear, PackedWeight):
+                linear.settle()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -101,7 +104,7 @@ class LeanModel(nn.Module):
         self, ids_M: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, activations: torch.dtype
     ) -> torch.Tensor:
         """x_MD after the last norm; writes the cache at `start_B` and following."""
-        x_MD = self.embedding.weight[ids_M].to(activations)
+        x_MD = self.embedding(ids_M).to(activations)
         op = step.operations(x_MD.device, len(x_MD), self.head_dim, self.widths, cache.keys[0].dtype)
         y_MD = torch.zeros_like(x_MD)
         add_norm, attention, silu_mul = op.add_norm, op.attention, op.silu_mul

@@ -133,6 +133,9 @@ class Skeleton(nn.Module):
         self.model = Body(config, dtype)
         self.lm_head = _linear(config.hidden_size, config.vocab_size, False, dtype)
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -38,19 +39,22 @@ def allocation_failure(error: Exception) -> str | None:
 def weight_bytes(module: nn.Module) -> int:
     """Bytes of all parameters and buffers; tensors that share storage (a tied head) count once, packed ones as is."""
     storages = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
+    for tensor in _tensors(module):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
 def read_bytes_per_step(module: Any) -> int:
-    """Bytes of weights that one token's forward must read: all, but of an untied embedding only a row."""
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    total = weight_bytes(module)
-    table = embedding.weight
-    tied = head is not None and getattr(head, "weight", None) is not None and head.weight.data_ptr() == table.data_ptr()
-    return total if tied else total - table.nbytes + table[0].nbytes
+    """Bytes of weights that one token's forward must read: all, but of an embedding not shared with the head a row."""
+    head = module.get_output_embeddings()
+    shared = set() if head is None else {t.data_ptr() for t in _tensors(head)}
+    tables = [t for t in _tensors(module.get_input_embeddings()) if t.data_ptr() not in shared]
+    return weight_bytes(module) - sum(t.nbytes - t[0].nbytes for t in tables)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def resident_bytes(field_name: str) -> int | None:

@@ -1,8 +1,8 @@
 // y = x w^T for few rows of x (decoding, verifying a draft) on a CPU, bound by reading w once.
 //
-// Legend: M rows of x, N outputs, K inputs, G groups of K. Each weight is unpacked once and used for all M rows, so
-// verifying several tokens costs little more than producing one. Every row's sums run in the same order whatever M is:
-// a token verified among others gets the logits, to the bit, that it would get alone.
+// Legend: M rows of x, N outputs, K inputs, G groups of K, P panels of 8 outputs. Each weight is unpacked once and used
+// for several rows, so verifying several tokens costs little more than producing one. Every row's sums run in the same
+// order whatever M is: a token verified among others gets the logits, to the bit, that it would get alone.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,11 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 64, MAX_ROWS = 6, GRAIN = 16;
+constexpr int64_t BLOCK = 64, MAX_ROWS = 6, GRAIN = 2;
+typedef uint16_t Bits __attribute__((vector_size(32)));
+
+// Weights come from memory in order, but faster than the CPU looks ahead by itself: it stops at the end of a page.
+inline void expect(const void* p) { __builtin_prefetch((const char*)p + 4096); }
 
 // neighbouring products added: lane i is a[2i] b[2i] + a[2i+1] b[2i+1]
 inline Sums pair_sums(Shorts a, Shorts b) {
@@ -34,6 +38,9 @@ inline Sums pair_sums(Shorts a, Shorts b) {
 #endif
 }
 
+// x[0], x[1] in every lane
+inline Shorts pair(const int16_t* x) { return (Shorts)(Sums{} + raw<int32_t>(x)); }
+
 inline Shorts widened(const int8_t* p) {
 #ifdef __AVX2__
   return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
@@ -44,24 +51,42 @@ inline Shorts widened(const int8_t* p) {
 #endif
 }
 
-// bfloat16 weights: the even and the odd columns of 16 are each a shift or a mask away from float32.
+inline Floats widened(const at::Half* p) {
+#ifdef __F16C__
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  Floats v;
+  for (int i = 0; i < LANES; i++) v[i] = p[i];
+  return v;
+#endif
+}
+
+// Row-major bfloat16: the even and the odd columns of 16 are each a shift or a mask away from float32. Several outputs
+// take turns, so that one product does not wait for the last and a piece of x serves them all.
 struct Bf16 {
   const uint16_t* weights;
-  int64_t K;
+  int64_t N, K;
 
   template <int M>
-  void output(int64_t n, const float* const* x, float* y) const {
-    const uint16_t* w = weights + n * K;
-    Floats acc[M][2] = {};
-    for (int64_t k = 0; k < K; k += 2 * LANES) {
-      const Words pairs = raw<Words>(w + k);
-      const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xFFFF0000u);
-      for (int m = 0; m < M; m++) {
-        acc[m][0] += even * load(x[m] + k);
-        acc[m][1] += odd * load(x[m] + k + LANES);
-      }
+  void panel(int64_t p, const float* const* x, Floats* y) const {
+    constexpr int R = M <= 3 ? 4 : 2;
+    for (int64_t first = 0; first < LANES; first += R) {
+      const uint16_t* w[R];
+      for (int r = 0; r < R; r++) w[r] = weights + std::min(N - 1, p * LANES + first + r) * K;
+      Floats acc[R][M] = {};
+      for (int64_t k = 0; k < K; k += 2 * LANES)
+        for (int r = 0; r < R; r++) {
+          expect(w[r] + k);
+          const Words pairs = raw<Words>(w[r] + k);
+          const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xFFFF0000u);
+          for (int m = 0; m < M; m++) {
+            acc[r][m] += even * load(x[m] + k);
+            acc[r][m] += odd * load(x[m] + k + LANES);
+          }
+        }
+      for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) y[m][first + r] = sum(acc[r][m]);
     }
-    for (int m = 0; m < M; m++) y[m] = sum(acc[m][0] + acc[m][1]);
   }
 };
 
@@ -70,82 +95,87 @@ struct Bf16 {
 struct FixedRow {
   const int16_t* x;
   const float* step_G;
+  const int32_t* total_G;
 };
 
-// 64 codes are 16 words of 16 bits: nibble j of word i is code 16 j + i. w = (code - zero) * scale.
+// Codes lie in panels: a vector holds two columns of each of 8 outputs, and its product with two columns of x is 8 sums.
+// 8 columns are 16 words of 16 bits: nibble j of word 2 r + h is column 2 j + h of output r. w = (code - zero) * scale.
 struct Int4 {
   const uint16_t* codes;
-  const at::Half* scale;  // [N, G]
-  const uint8_t* zero;    // [N, G]
-  int64_t K, group;
+  const at::Half* scale;  // [P, G, 8]
+  const uint8_t* zero;    // [P, G, 8]
+  int64_t N, K, group;
 
   template <int M>
-  void output(int64_t n, const FixedRow* x, float* y) const {
+  void panel(int64_t p, const FixedRow* x, Floats* y) const {
     const int64_t groups = K / group;
-    Floats acc[M] = {};
+    for (int m = 0; m < M; m++) y[m] = Floats{};
     for (int64_t g = 0; g < groups; g++) {
-      const Shorts zeros = Shorts{} + (int16_t)zero[n * groups + g];
       Sums dot[M] = {};
-      for (int64_t k = g * group; k < (g + 1) * group; k += BLOCK) {
-        const Shorts four = raw<Shorts>(codes + (n * K + k) / 4);
-        typedef uint16_t Bits __attribute__((vector_size(32)));
-        const Shorts w[4] = {(four & 15) - zeros, ((Shorts)((Bits)four >> 4) & 15) - zeros,
-                             ((Shorts)((Bits)four >> 8) & 15) - zeros, (Shorts)((Bits)four >> 12) - zeros};
+      for (int64_t k = g * group; k < (g + 1) * group; k += LANES) {
+        expect(codes + (p * K + k) * 2);
+        const Bits four = raw<Bits>(codes + (p * K + k) * 2);
+        const Shorts w[4] = {(Shorts)(four & 15), (Shorts)(four >> 4 & 15), (Shorts)(four >> 8 & 15),
+                             (Shorts)(four >> 12)};
         for (int m = 0; m < M; m++)
-          dot[m] += (pair_sums(w[0], raw<Shorts>(x[m].x + k)) + pair_sums(w[1], raw<Shorts>(x[m].x + k + 16))) +
-                    (pair_sums(w[2], raw<Shorts>(x[m].x + k + 32)) + pair_sums(w[3], raw<Shorts>(x[m].x + k + 48)));
+          dot[m] += (pair_sums(w[0], pair(x[m].x + k)) + pair_sums(w[1], pair(x[m].x + k + 2))) +
+                    (pair_sums(w[2], pair(x[m].x + k + 4)) + pair_sums(w[3], pair(x[m].x + k + 6)));
       }
-      const float s = scale[n * groups + g];
-      for (int m = 0; m < M; m++) acc[m] += __builtin_convertvector(dot[m], Floats) * (s * x[m].step_G[g]);
+      const int64_t at = (p * groups + g) * LANES;
+      const Floats scales = widened(scale + at);
+      typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+      const Sums zeros = __builtin_convertvector(raw<Bytes>(zero + at), Sums);
+      for (int m = 0; m < M; m++)
+        y[m] += __builtin_convertvector(dot[m] - zeros * x[m].total_G[g], Floats) * (scales * x[m].step_G[g]);
     }
-    for (int m = 0; m < M; m++) y[m] = sum(acc[m]);
   }
 };
 
-// 8-bit codes, one scale an output; x in groups of 64
+// 8-bit codes, one scale an output, in panels: of 2 columns, all 8 outputs; x in groups of 64
 struct Int8 {
   const int8_t* codes;
-  const float* scale;  // [N]
-  int64_t K;
+  const float* scale;  // [P, 8]
+  int64_t N, K;
 
   template <int M>
-  void output(int64_t n, const FixedRow* x, float* y) const {
-    Floats acc[M] = {};
-    for (int64_t k = 0; k < K; k += BLOCK) {
-      Shorts w[4];
-      for (int j = 0; j < 4; j++) w[j] = widened(codes + n * K + k + 16 * j);
-      for (int m = 0; m < M; m++) {
-        Sums dot = {};
-        for (int j = 0; j < 4; j++) dot += pair_sums(w[j], raw<Shorts>(x[m].x + k + 16 * j));
-        acc[m] += __builtin_convertvector(dot, Floats) * x[m].step_G[k / BLOCK];
+  void panel(int64_t p, const FixedRow* x, Floats* y) const {
+    for (int m = 0; m < M; m++) y[m] = Floats{};
+    for (int64_t g = 0; g < K / BLOCK; g++) {
+      Sums dot[M] = {};
+      for (int64_t k = g * BLOCK; k < (g + 1) * BLOCK; k += 8) {
+        expect(codes + (p * K + k) * LANES);
+        Shorts w[4];
+        for (int j = 0; j < 4; j++) w[j] = widened(codes + (p * K + k + 2 * j) * LANES);
+        for (int m = 0; m < M; m++)
+          for (int j = 0; j < 4; j++) dot[m] += pair_sums(w[j], pair(x[m].x + k + 2 * j));
       }
+      for (int m = 0; m < M; m++) y[m] += __builtin_convertvector(dot[m], Floats) * x[m].step_G[g];
     }
-    for (int m = 0; m < M; m++) y[m] = sum(acc[m]) * scale[n];
+    for (int m = 0; m < M; m++) y[m] *= load(scale + p * LANES);
   }
 };
 
 template <int M, class Weight, class Row>
-void outputs(const Weight& w, const Row* x, float* y, int64_t N, int64_t begin, int64_t end) {
-  for (int64_t n = begin; n < end; n++) {
-    float out[M];
-    w.template output<M>(n, x, out);
-    for (int m = 0; m < M; m++) y[m * N + n] = out[m];
+void outputs(const Weight& w, const Row* x, float* y, int64_t begin, int64_t end) {
+  for (int64_t p = begin; p < end; p++) {
+    Floats out[M];
+    w.template panel<M>(p, x, out);
+    const int64_t n = p * LANES, count = std::min(LANES, w.N - n);
+    for (int m = 0; m < M; m++) std::memcpy(y + m * w.N + n, &out[m], count * sizeof(float));
   }
 }
 
-// y [M, N]: outputs in parallel, GRAIN at a time so that further rows find the weights in the cache
+// y [M, N]: panels in parallel, GRAIN at a time so that further rows find the weights in the cache
 template <class Weight, class Row>
-void multiply(const Weight& w, const std::vector<Row>& rows, float* y, int64_t N) {
+void multiply(const Weight& w, const std::vector<Row>& rows, float* y) {
   const int64_t M = rows.size(), passes = (M + MAX_ROWS - 1) / MAX_ROWS;  // of about equal size
-  at::parallel_for(0, (N + GRAIN - 1) / GRAIN, 1, [&](int64_t first, int64_t last) {
-    for (int64_t begin = first * GRAIN; begin < std::min(N, last * GRAIN); begin += GRAIN)
+  const int64_t panels = (w.N + LANES - 1) / LANES;
+  at::parallel_for(0, (panels + GRAIN - 1) / GRAIN, 1, [&](int64_t first, int64_t last) {
+    for (int64_t begin = first * GRAIN; begin < std::min(panels, last * GRAIN); begin += GRAIN)
       for (int64_t pass = 0, m = 0; pass < passes; pass++) {
-        const int64_t count = (M - m) / (passes - pass);
-        const Row* x = rows.data() + m;
-        float* to = y + m * N;
-        const int64_t end = std::min(N, begin + GRAIN);
+        const int64_t count = (M - m) / (passes - pass), end = std::min(panels, begin + GRAIN);
         switch (count) {
-#define ROWS(R) case R: outputs<R>(w, x, to, N, begin, end); break;
+#define ROWS(R) case R: outputs<R>(w, rows.data() + m, y + m * w.N, begin, end); break;
           ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #undef ROWS
         }
@@ -162,13 +192,13 @@ const float* as_float(const at::Tensor& x, std::vector<float>& room) {
 }
 
 template <class Weight, class Row>
-at::Tensor product(const Weight& w, const std::vector<Row>& rows, int64_t N, const at::Tensor& x) {
-  at::Tensor out = at::empty({x.size(0), N}, x.options());
+at::Tensor product(const Weight& w, const std::vector<Row>& rows, const at::Tensor& x) {
+  at::Tensor out = at::empty({x.size(0), w.N}, x.options());
   if (x.scalar_type() == at::kFloat) {
-    multiply(w, rows, out.data_ptr<float>(), N);
+    multiply(w, rows, out.data_ptr<float>());
   } else {
     std::vector<float> y(out.numel());
-    multiply(w, rows, y.data(), N);
+    multiply(w, rows, y.data());
     std::copy(y.begin(), y.end(), out.data_ptr<at::BFloat16>());
   }
   return out;
@@ -176,7 +206,7 @@ at::Tensor product(const Weight& w, const std::vector<Row>& rows, int64_t N, con
 
 class FixedRows {
  public:
-  FixedRows(const at::Tensor& x, int64_t group) : fixed(x.numel()), steps(x.numel() / group) {
+  FixedRows(const at::Tensor& x, int64_t group) : fixed(x.numel()), steps(x.numel() / group), totals(steps.size()) {
     std::vector<float> room;
     const float* from = as_float(x, room);
     const int64_t M = x.size(0), K = x.size(1);
@@ -190,14 +220,19 @@ class FixedRows {
       steps[g] = largest / 32767 + all;
       const float inverse = largest > 0 && all == 0 ? 32767 / largest : 0;
       for (int64_t k = 0; k < group; k++) fixed[g * group + k] = (int16_t)std::nearbyint(part[k] * inverse);
+      for (int64_t k = 0; k < group; k++) totals[g] += fixed[g * group + k];
     }
-    for (int64_t m = 0; m < M; m++) rows.push_back({fixed.data() + m * K, steps.data() + m * (K / group)});
+    for (int64_t m = 0; m < M; m++) {
+      const int64_t g = m * (K / group);
+      rows.push_back({fixed.data() + m * K, steps.data() + g, totals.data() + g});
+    }
   }
   std::vector<FixedRow> rows;
 
  private:
   std::vector<int16_t> fixed;
   std::vector<float> steps;
+  std::vector<int32_t> totals;
 };
 
 void check(const at::Tensor& x, int64_t K, int64_t multiple) {
@@ -219,35 +254,40 @@ at::Tensor bf16_linear(const at::Tensor& x, const at::Tensor& w) {
     }
   std::vector<const float*> rows;
   for (int64_t m = 0; m < M; m++) rows.push_back(split.data() + m * K);
-  return product(Bf16{static_cast<const uint16_t*>(w.const_data_ptr()), K}, rows, w.size(0), x);
+  return product(Bf16{static_cast<const uint16_t*>(w.const_data_ptr()), w.size(0), K}, rows, x);
 }
 
-// codes [N, K / 4] int16 as in Int4, scale [N, G] float16, zero [N, G] uint8 -> [M, N] in x's dtype
-at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, const at::Tensor& zero) {
-  const int64_t N = codes.size(0), K = codes.size(1) * 4, group = K / scale.size(1);
+// codes [P, 2 K] int16 as in Int4, scale [P, G, 8] float16, zero [P, G, 8] uint8 -> [M, N] in x's dtype. Groups of at
+// most 4096: the sum of one, of 15 * 32767 each, is an integer of 32 bits.
+at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, const at::Tensor& zero,
+                       int64_t N) {
+  const int64_t P = codes.size(0), K = codes.size(1) / 2, group = K / scale.size(1);
   check(x, K, group);
-  TORCH_CHECK(group % BLOCK == 0 && zero.sizes() == scale.sizes() && scale.size(0) == N, "few_rows: groups do not fit");
+  TORCH_CHECK(group % LANES == 0 && group <= 4096 && zero.sizes() == scale.sizes() && scale.size(0) == P,
+              "few_rows: groups do not fit");
+  TORCH_CHECK(P == (N + LANES - 1) / LANES, "few_rows: outputs do not fit");
   TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous() && zero.is_contiguous(), "few_rows: not contiguous");
   const FixedRows fixed(x, group);
   const Int4 w{static_cast<const uint16_t*>(codes.const_data_ptr()), scale.const_data_ptr<at::Half>(),
-               zero.const_data_ptr<uint8_t>(), K, group};
-  return product(w, fixed.rows, N, x);
+               zero.const_data_ptr<uint8_t>(), N, K, group};
+  return product(w, fixed.rows, x);
 }
 
-// codes [N, K] int8, scale [N] float32 -> [M, N] in x's dtype; K a multiple of 64
-at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale) {
-  const int64_t N = codes.size(0), K = codes.size(1);
+// codes [P, 8 K] int8 as in Int8, scale [P, 8] float32 -> [M, N] in x's dtype; K a multiple of 64
+at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, int64_t N) {
+  const int64_t P = codes.size(0), K = codes.size(1) / LANES;
   check(x, K, BLOCK);
-  TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous() && scale.numel() == N, "few_rows: scales do not fit");
+  TORCH_CHECK(P == (N + LANES - 1) / LANES && scale.numel() == P * LANES, "few_rows: outputs do not fit");
+  TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous(), "few_rows: not contiguous");
   const FixedRows fixed(x, BLOCK);
-  return product(Int8{codes.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(), K}, fixed.rows, N, x);
+  return product(Int8{codes.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(), N, K}, fixed.rows, x);
 }
 }  // namespace
 
 TORCH_LIBRARY(few_rows, m) {
   m.def("bf16_linear(Tensor x, Tensor w) -> Tensor");
-  m.def("int4_linear(Tensor x, Tensor codes, Tensor scale, Tensor zero) -> Tensor");
-  m.def("int8_linear(Tensor x, Tensor codes, Tensor scale) -> Tensor");
+  m.def("int4_linear(Tensor x, Tensor codes, Tensor scale, Tensor zero, int outputs) -> Tensor");
+  m.def("int8_linear(Tensor x, Tensor codes, Tensor scale, int outputs) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(few_rows, CPU, m) {
   m.impl("bf16_linear", bf16_linear);
