@@ -97,19 +97,19 @@ class Study:
         rows = prompt_rows(ARTIFACTS / "prompts.jsonl")
         self.prompts = [r["input_ids"] for r in rows if r["split"] == "evaluation" and r["category"] == "code"]
         self.draft_lens = {key: best_draft_len(key, "code") for key in ("base", "awq")}
-        self.target, self.int4 = load(ARTIFACTS / "target"), load(ARTIFACTS / "quantized/awq")
+        self.target, self.int4 = load(ARTIFACTS / "target"), load(ARTIFACTS / "quantized/awq", pack_head=True)
         vocab = ARTIFACTS / "draft/draft_vocab.json"
-        self.draft = load(ARTIFACTS / "draft", vocab=vocab)
-        self.int4_draft = load(ARTIFACTS / "quantized/draft", vocab=vocab)
+        self.draft = load(ARTIFACTS / "quantized/draft", pack_head=True, vocab=vocab)
         self.theirs, self.their_draft = (Transformers.load(ARTIFACTS / n) for n in ("target", "draft"))
         self.arms: dict[str, Any] = {
             "transformers": Transformers(self.theirs),
             "transformers_assisted": Transformers(self.theirs, self.their_draft, self.draft_lens["base"]),
             "bf16": Ours(self.target),
             "bf16_spec": Ours(self.target, self.draft, self.draft_lens["base"]),
+            "bf16_spec_bf16": Ours(self.target, load(ARTIFACTS / "draft", vocab=vocab), self.draft_lens["base"]),
             "int4": Ours(self.int4),
-            "int4_spec": Ours(self.int4, self.int4_draft, self.draft_lens["awq"]),
-            "int4_head8": Ours(load(ARTIFACTS / "quantized/awq", pack_head=True)),
+            "int4_spec": Ours(self.int4, self.draft, self.draft_lens["awq"]),
+            "int4_bf16_head": Ours(load(ARTIFACTS / "quantized/awq")),
         }
         if gguf is not None:
             self.arms["llamacpp"] = LlamaCpp(gguf, torch.get_num_threads())
@@ -135,10 +135,10 @@ class Study:
         best = max((name for name in self.arms if "int4" in name), key=lambda name: self.rates[name].value)
         found = {
             "bf16_plain_vs_transformers": ratio("bf16", "transformers"),
-            "int4_plain_vs_llamacpp": ratio("int4_head8", "llamacpp") if "llamacpp" in self.arms else UNKNOWN,
+            "int4_plain_vs_llamacpp": ratio("int4", "llamacpp") if "llamacpp" in self.arms else UNKNOWN,
             "int4_plain_vs_bf16_plain": ratio("int4", "bf16"),
             "bf16_spec_vs_bf16_plain": ratio("bf16_spec", "bf16"),
-            "bf16_spec_vs_transformers_assisted": ratio("bf16_spec", "transformers_assisted"),
+            "bf16_spec_vs_transformers_assisted": ratio("bf16_spec_bf16", "transformers_assisted"),
             "int4_spec_vs_bf16_plain": ratio("int4_spec", "bf16"),
             "int4_best_vs_transformers": ratio(best, "transformers"),
             "bf16_plain_ceiling_share": self._share("bf16", self.target),
@@ -200,7 +200,7 @@ class Study:
 
     def measure_batches(self) -> list[dict[str, Any]]:
         """Tokens a second of every batch size and draft length, bf16 and int4; medians over interleaved rounds."""
-        pairs = {"bf16": (self.target, self.draft), "int4": (self.int4, self.int4_draft)}
+        pairs = {"bf16": (self.target, self.draft), "int4": (self.int4, self.draft)}
         rows = []
         for batch in BATCHES:
             chosen = [self.prompts[i % len(self.prompts)][:BATCH_PROMPT_TOKENS] for i in range(batch)]
@@ -298,8 +298,9 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
             "",
             f"Default target and draft, {torch.get_num_threads()} threads, {study.blocks} interleaved blocks of "
             f"{study.per_block} code prompts, {study.tokens} tokens each; K = {study.draft_lens['base']} (bf16), "
-            f"{study.draft_lens['awq']} (int4). `int4_head8` reads its head in 8 bits (`quantize.awq.pack_head`), the "
-            f"others in bf16. Memory is read at {study.bandwidth / 1e9:.1f} GB/s in the same run.",
+            f"{study.draft_lens['awq']} (int4). `int4` and the draft hold head and embedding at 8 bits (`pack_head`), "
+            f"`int4_bf16_head` does not; `bf16_spec_bf16` has the draft in bf16, as transformers has "
+            f"it. Memory is read at {study.bandwidth / 1e9:.1f} GB/s in the same run.",
             "",
             tabulate([show(r) for r in records], head, tablefmt="github", disable_numparse=True),
             "",

@@ -173,7 +173,7 @@ class QuantizeMethod:
     calibration_rows: int | None = key("first calibration rows used; null = all (a search is paid by the row)", ge=1)
     error_rows: int = key("first calibration rows on which every module's output error is measured", ge=1)
     ignore: list[str] = key("patterns (regular expressions) of whole name parts left alone: layers.1, o_proj")
-    pack_head: bool = key("also pack the output head at 8 bits when loading (the file keeps it full precision)")
+    pack_head: bool = key("hold the output head, and an embedding tied to it, at 8 bits (the file keeps them full)")
 
 
 @dataclass(kw_only=True)
@@ -217,6 +217,7 @@ class Speculate:
     prompts_per_category: int = key("evaluation prompts of each category", ge=1)
     max_new_tokens: int = key("longest answer", "tokens", ge=2)
     sampling: Sampling = key("how tokens are chosen")
+    quantized_draft_for: list[Literal["base", "gptq", "awq"]] = key("targets whose draft is its quantized copy")
     cost_repeats: int = key("timed forwards per token count of the cost curves", ge=3)
     batch_sizes: list[int] = key("sequences decoded together, for which the best K is told", ge=1)
     timing: Timing = key("interleaved blocks of the timed draft lengths")

@@ -25,7 +25,8 @@ def full_bytes(model: Model, dtype: str) -> float | None:
 
 
 def packed_bytes(model: Model, q: QuantizeMethod, dtype: str) -> float | None:
-    """Packed linear layers with a scale and a zero (16 bits each) a group; embedding, head and norms stay full."""
+    """Packed linear layers with a scale and a zero (16 bits each) a group; embedding, head and norms as in the file
+    (`pack_head` takes less)."""
     if model.parameters is None or model.packable_parameters is None:
         return None
     bits = q.bits + (0 if q.group_size == -1 else 32 / q.group_size)
@@ -76,14 +77,18 @@ def _arms(params: Params) -> Iterator[tuple[str, float | None, float | None, flo
     dtype = params.runtime.dtype
     values = params.model.cache_values_per_token
     cache = values * DTYPE_BYTES[dtype] * 1000 if values else None
-    full_draft, packed_draft = _draft_bytes(params)
-    base = full_bytes(params.model, dtype)
-    yield "base", base, 0.0, cache
-    yield "base_spec", base, full_draft, cache
-    for name, q in params.quantize.items():
-        if name != "draft":
-            yield name, packed_bytes(params.model, q, dtype), 0.0, cache
-            yield f"{name}_spec", packed_bytes(params.model, q, dtype), packed_draft, cache
+    sizes = {"base": full_bytes(params.model, dtype)}
+    sizes |= {name: packed_bytes(params.model, q, dtype) for name, q in params.quantize.items() if name != "draft"}
+    for name, size in sizes.items():
+        yield name, size, 0.0, cache
+        yield f"{name}_spec", size, _draft_of(params, name), cache
+
+
+def _draft_of(params: Params, target: str) -> float | None:
+    full, packed = _draft_bytes(params)
+    if params.draft.kind == "self":
+        return packed if target == "base" else None
+    return packed if target in params.speculate.quantized_draft_for else full
 
 
 def _draft_bytes(params: Params) -> tuple[float | None, float | None]:
@@ -92,7 +97,7 @@ def _draft_bytes(params: Params) -> tuple[float | None, float | None]:
     if params.draft.kind == "ngram":
         return 0.0, 0.0
     if params.draft.kind == "self":
-        return packed_bytes(params.model, params.quantize["draft"], dtype), None
+        return None, packed_bytes(params.model, params.quantize["draft"], dtype)
     if params.draft.model is None:
         return None, None
     return full_bytes(params.draft.model, dtype), packed_bytes(params.draft.model, params.quantize["draft"], dtype)

@@ -71,6 +71,7 @@ def speculate(**changes) -> Speculate:
         "sampling": Sampling(temperature=0.0, top_k=None, top_p=1.0),
         "cost_repeats": 3,
         "batch_sizes": [1, 3],
+        "quantized_draft_for": ["gptq", "awq"],
         "lossless_gap": 0.25,
         "timing": timing(),
     }

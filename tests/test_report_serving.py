@@ -99,15 +99,26 @@ def test_without_a_decision_base_is_the_stated_fallback(tmp_path, rows, decision
         assert found["serve"]["row"] == "base" and found["serve"]["draft"] is None
 
 
-def test_vllm_is_told_the_draft_and_its_length(tmp_path):
-    words = words_of(served(tmp_path, "base_spec") / "vllm.sh")
+@pytest.mark.parametrize("pack_head", [False, True])
+def test_a_server_that_reads_the_head_in_full_says_so(tmp_path, pack_head):
+    awq = dataclasses.replace(PARAMS.quantize["awq"], pack_head=pack_head)
+    params = dataclasses.replace(PARAMS, quantize={**PARAMS.quantize, "awq": awq})
+    folder = served(tmp_path, "awq", params)
+    for name in ("vllm.sh", "transformers_generate.py"):
+        assert ("output head held at 8 bits" in (folder / name).read_text()) == pack_head
+
+
+@pytest.mark.parametrize(("quantized_for", "draft"), [([], "artifacts/draft"), (["base"], "artifacts/quantized/draft")])
+def test_vllm_is_told_the_draft_and_its_length(tmp_path, quantized_for, draft):
+    speculate = dataclasses.replace(PARAMS.speculate, quantized_draft_for=quantized_for)
+    words = words_of(served(tmp_path, "base_spec", dataclasses.replace(PARAMS, speculate=speculate)) / "vllm.sh")
     assert words[:4] == ["exec", "vllm", "serve", "artifacts/target"]
     assert words[words.index("--host") + 1] == "127.0.0.1", "a server is not open to the network unless asked"
     assert words[words.index("--dtype") + 1] == "bfloat16"
     speculation = json.loads(words[words.index("--speculative-config") + 1])
     assert speculation == {
         "method": "draft_model",
-        "model": "artifacts/draft",
+        "model": draft,
         "num_speculative_tokens": 2,
         "num_speculative_tokens_per_batch_size": {"1-3": 2, "4-15": 1, "16-16": 0},
     }

@@ -362,10 +362,11 @@ def test_end_tokens_and_drafts_from_files(tmp_path):
     assert not pack_head(tmp_path)
     (tmp_path / "recipe.json").write_text('{"settings": {"pack_head": true}}')
     (tmp_path / "draft.json").write_text('{"kind": "distill"}')
-    plain, quantized = Path("plain"), tmp_path
     assert pack_head(tmp_path)
-    assert draft_for("base", tmp_path, quantized)[0].folder == str(tmp_path)
-    assert draft_for("gptq", tmp_path, plain)[0].folder == "plain"
+    plain, quantized = tmp_path, Path("quantized")
+    assert draft_for("base", plain, quantized, ["gptq"])[0].folder == str(plain)
+    assert draft_for("gptq", plain, quantized, ["gptq"])[0].folder == "quantized"
+    assert draft_for("base", plain, quantized, ["base"])[0].folder == "quantized"
 
 
 def test_blocks_go_round_the_prompts(study):

@@ -6,6 +6,7 @@ Nothing here loads a model, so that mistakes are found first and the process tha
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -181,8 +182,10 @@ def pack_head(checkpoint: Path) -> bool:
     return bool(path.exists() and provenance.read_json(path)["settings"]["pack_head"])
 
 
-def draft_for(key: str, draft: Path, quantized_draft: Path) -> tuple[DraftSpec | None, str | None]:
-    """The draft of target `key`, or None and the reason. Full-precision targets get the full-precision draft.
+def draft_for(
+    key: str, draft: Path, quantized_draft: Path, quantized_for: Sequence[str]
+) -> tuple[DraftSpec | None, str | None]:
+    """The draft of target `key`, or None and the reason; its quantized copy where `quantized_for` names the target.
 
     Kind self: the target's own quantized copy drafts for it; a quantized target has no cheaper self.
     """
@@ -196,7 +199,7 @@ def draft_for(key: str, draft: Path, quantized_draft: Path) -> tuple[DraftSpec |
         return DraftSpec(kind, None, about["ngram_max"], pack_head=False), None
     if kind == "self" and key != "base":
         return None, "draft.kind self: a quantized target would draft for itself at its own cost"
-    folder = quantized_draft if kind == "self" or key != "base" else draft
+    folder = quantized_draft if kind == "self" or key in quantized_for else draft
     vocab = draft / VOCAB_FILE
     own = kind == "distill" and vocab.exists()  # its quantized copy can say the same
     return DraftSpec(kind, str(folder), None, pack_head(folder), str(vocab) if own else None), None

@@ -44,6 +44,13 @@ class Deployment:
         return f"Fallback, for nothing was shown to be better: {what}" if self.fallback else f"Recommended: {what}"
 
 
+def unlike_measured(study: Study, chosen: Deployment) -> list[str]:
+    """What of the measurement a server that reads the files as they are does not repeat."""
+    if chosen.row.target == "base" or not study.config.quantize[chosen.row.target].pack_head:
+        return []
+    return ["Measured with the output head held at 8 bits; the file holds it in full precision, and so will this."]
+
+
 def deployment(study: Study) -> Deployment:
     row = study.choice
     if row is None:
@@ -60,8 +67,8 @@ def _serving(decision: Decision, row: Row, study: Study) -> Deployment:
 
 
 def _draft(kind: str, row: Row, study: Study) -> Weights:
-    """As the measurement chose it: quantized targets, and a target that drafts for itself, have the quantized one."""
-    if kind == "self" or row.target != "base":
+    """As the measurement chose it (`measure.setup.draft_for`)."""
+    if kind == "self" or row.target in study.config.speculate.quantized_draft_for:
         return Weights(DRAFTS["quantized_draft"], "quantized_draft", _format(study, "draft"))
     return Weights(DRAFTS["draft"], "draft", FULL)
 

@@ -194,9 +194,11 @@ def row_notes(study: Study) -> str:
 def terms(study: Study) -> str:
     """The columns, each explained once."""
     window = study.config.evaluate.window_tokens
+    packed = [f"`{name}`" for name, method in study.config.quantize.items() if method.pack_head and name != "draft"]
+    heads = f" ({', '.join(packed)}: head, with an embedding tied to it, held at 8 bits)" if packed else ""
     lines = [
-        "**row**: `base` is the full-precision model, `gptq` and `awq` are quantized copies of it; `_spec` adds "
-        "speculative decoding: a draft proposes **K** tokens a round and one step of the target checks them.",
+        f"**row**: `base` is the full-precision model, `gptq` and `awq` are quantized copies of it{heads}; `_spec` "
+        "adds speculative decoding: a draft proposes **K** tokens a round and one step of the target checks them.",
         "Small figures are 95 % intervals; under **held** (weights in memory) the "
         "draft's, under **acc.** one standard error.",
         "**ttft**: time to the first token (reading the prompt). **tpot**: time of each token after it. **decode**: "

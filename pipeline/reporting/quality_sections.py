@@ -116,11 +116,12 @@ def summaries(study: Study, quantized: dict[str, Any]) -> str:
     for key, m in quantized.items():
         method = study.config.quantize[key]
         group = "whole rows" if method.group_size == -1 else f"groups of {method.group_size}"
+        head = "; head held at 8 bits" if method.pack_head else ""
         kind = "symmetric" if method.sym or (method.method == "awq" and not method.zero_point) else "asymmetric"
         rows.append(
             [
                 f"`{key}`",
-                f"{method.method} by {method.backend}; {method.bits} bits, {group}, {kind}",
+                f"{method.method} by {method.backend}; {method.bits} bits, {group}, {kind}{head}",
                 numbers.size(m["weight_bytes"]),
                 f"{number(m['bits_per_weight'])} / {number(m['packed_bits_per_weight'])}",
                 f"{count(m['modules'])} / {sum(map(len, m['ignored_modules'].values()))}",

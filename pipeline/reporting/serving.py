@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline import provenance
 from pipeline.reporting import headline, summary, transformers_script
-from pipeline.reporting.deployment import Deployment, Weights, deployment
+from pipeline.reporting.deployment import Deployment, Weights, deployment, unlike_measured
 from pipeline.reporting.rows import Row
 from pipeline.reporting.study import Study
 
@@ -84,6 +84,7 @@ def vllm(study: Study, chosen: Deployment) -> str:
         "#!/bin/sh",
         f"# {chosen.subject}. From the repository's root.",
         "# vLLM was not part of the study: its kernels differ from those that were measured, so measure again.",
+        *(f"# {line}" for line in unlike_measured(study, chosen)),
         *(["# GPTQ with zero points has no Marlin kernel in vLLM, and its other one takes float16 only."]
           if _asymmetric_gptq(study, chosen) else []),
     ]  # fmt: skip

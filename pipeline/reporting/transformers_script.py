@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.reporting.deployment import FULL, Deployment, Weights
+from pipeline.reporting.deployment import FULL, Deployment, Weights, unlike_measured
 from pipeline.reporting.study import Study
 
 PACKED_FORMATS = ("gptq", "awq")  # transformers reads these through gptqmodel
@@ -16,12 +16,18 @@ def render(study: Study, chosen: Deployment) -> str:
     """A script that answers one prompt; formatted as `ruff format` leaves it."""
     weights = [w for w in (chosen.target, chosen.draft) if w]
     packed = any(w.format in PACKED_FORMATS for w in weights)
-    parts = [_heading(chosen, weights), _imports(packed), *([PACKED_LOADER] if packed else []), _body(study, chosen)]
+    parts = [
+        _heading(study, chosen, weights),
+        _imports(packed),
+        *([PACKED_LOADER] if packed else []),
+        _body(study, chosen),
+    ]
     return "\n".join(parts)
 
 
-def _heading(chosen: Deployment, weights: list[Weights]) -> str:
+def _heading(study: Study, chosen: Deployment, weights: list[Weights]) -> str:
     notes = ["", 'From the repository\'s root: python reports/serve/transformers_generate.py "PROMPT"']
+    notes += unlike_measured(study, chosen)
     if any(w.format in PACKED_FORMATS for w in weights):
         notes += [
             "transformers runs this format in 4 bits through gptqmodel and optimum, which in practice need a GPU.",

@@ -32,6 +32,7 @@ from pipeline.measure.matrix import (
 from pipeline.measure.setup import (
     ArmSpec,
     Ask,
+    DraftSpec,
     Prompt,
     PromptSet,
     arm_spec,
@@ -78,8 +79,9 @@ def run(
     rows: dict[str, Row] = {}
     for target in TARGETS:
         rows[target] = Row(target, target, None, 0, None)
-        rows[f"{target}_spec"] = speculative_row(target, records[target], inputs, draft, quantized_draft)
-        row = rows[f"{target}_spec"]
+        chosen, no_draft = draft_for(target, draft, quantized_draft, speculate.quantized_draft_for)
+        row = speculative_row(target, records[target], inputs, chosen, no_draft)
+        rows[f"{target}_spec"] = row
         refuse_unfit_draft(checkpoints[target], row.draft, prompt_set, row.draft_len)
     rows[CONTROL] = Row(CONTROL, "base", None, 0, None)
     ends = end_ids(base)
@@ -95,10 +97,11 @@ def run(
     return driver.measure(base, out)
 
 
-def speculative_row(target: str, record: Path, inputs: dict[str, str], draft: Path, quantized_draft: Path) -> Row:
+def speculative_row(
+    target: str, record: Path, inputs: dict[str, str], draft: DraftSpec | None, no_draft: str | None
+) -> Row:
     """The speculative row of a target, with the K of its sweep; where that says 0, the best K above 0 is shown."""
-    chosen, no_draft = draft_for(target, draft, quantized_draft)
-    row = Row(f"{target}_spec", target, chosen, 0, no_draft)
+    row = Row(f"{target}_spec", target, draft, 0, no_draft)
     if no_draft is not None:
         return row
     sweep = provenance.read_json(record)

@@ -73,7 +73,7 @@ def run(
     found: dict[str, list[dict[str, Any]]] = {}
     with bar("candidate drafts", sum(map(len, chosen.values())), "candidate") as shown:
         for key, specs in chosen.items():
-            used, _ = draft_for(key, draft, quantized_draft)
+            used, _ = draft_for(key, draft, quantized_draft, speculate.quantized_draft_for)
             costs = Costs.from_json(provenance.read_json(sweeps[key] / "costs.json"))
             rows: list[dict[str, Any]] = []
             arm = Arm(arm_spec(checkpoints[key], None, runtime, ends=[], trust_remote_code=model.trust_remote_code))
@@ -106,7 +106,7 @@ def candidates(settings: RankDrafts, key: str, folders: dict[str, Path]) -> dict
 
 def _distilled(draft: Path) -> tuple[Any, str | None]:
     """(kind, file of the ids it can say) of the graph's own draft, as `draft_for` finds them for the base target."""
-    spec, _ = draft_for("base", draft, draft)
+    spec, _ = draft_for("base", draft, draft, [])
     assert spec is not None
     return spec.kind, spec.vocab
 

@@ -47,7 +47,7 @@ def run(
     load (prompts, tokenizers), and BrokenOutput, with the folder written, when speculative answers differ where the
     target left no doubt.
     """
-    chosen, no_draft = draft_for(key, draft, quantized_draft)
+    chosen, no_draft = draft_for(key, draft, quantized_draft, speculate.quantized_draft_for)
     prompt_set = read_prompts(prompts, speculate.prompts_per_category, "speculate.prompts_per_category")
     refuse_beyond_context(checkpoint, prompt_set, speculate.max_new_tokens, max(speculate.draft_lens), "speculate")
     refuse_unfit_draft(checkpoint, chosen, prompt_set, max(speculate.draft_lens))
