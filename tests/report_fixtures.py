@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ COMMITTED = config.load(Path(__file__).parents[1] / "params.yaml")
 PARAMS = dataclasses.replace(
     COMMITTED,
     benchmark=dataclasses.replace(COMMITTED.benchmark, max_new_tokens=48),
+    speculate=dataclasses.replace(COMMITTED.speculate, quantized_draft_for=["gptq", "awq"]),
+    quantize={name: dataclasses.replace(q, pack_head=False) for name, q in COMMITTED.quantize.items()},
     report=config.Report(
         objective="latency",
         max_memory_bytes=None,
@@ -51,8 +54,8 @@ def study(params: config.Params) -> dict[str, dict[str, Any]]:
         "draft": draft(),
         **{f"quantize@{key}": quantize(key) for key in ("gptq", "awq", "draft")},
         **{f"evaluate@{key}": evaluate(key) for key in TARGETS},
-        **{f"speculate@{key}": speculate(key) for key in TARGETS},
-        "benchmark": benchmark(),
+        **{f"speculate@{key}": speculate(key, params.speculate.quantized_draft_for) for key in TARGETS},
+        "benchmark": benchmark(params.speculate.quantized_draft_for),
         "rank_drafts": rank_drafts(),
     }
     return {name: record(name, value, params) for name, value in metrics.items()}
@@ -153,7 +156,7 @@ def curve_point(target: str, draft_len: int, timed: bool) -> dict[str, Any]:
     }
 
 
-def speculate(target: str) -> dict[str, Any]:
+def speculate(target: str, quantized_draft_for: Sequence[str]) -> dict[str, Any]:
     steps = {str(n): STEP_MS[target] * verify_cost(target, n) for n in range(1, 10)}
     by_category = {
         category: [
@@ -167,11 +170,12 @@ def speculate(target: str) -> dict[str, Any]:
         ]
         for category, f in CATEGORY_FACTOR.items()
     }
+    loaded = draft_readback(target in quantized_draft_for)
     return {
         "target": target,
-        "draft": {"kind": "distill", "precision": draft_readback(target)["precision"], "weight_bytes": DRAFT_BYTES},
+        "draft": {"kind": "distill", "precision": loaded["precision"], "weight_bytes": DRAFT_BYTES},
         "readback": readback(target),
-        "draft_readback": draft_readback(target),
+        "draft_readback": loaded,
         "prompts": {"count": 8, "sha256": SHA},
         "curve": [curve_point(target, k, k in (0, 1, 2, 4)) for k in range(9)],
         "by_category": by_category,
@@ -241,9 +245,8 @@ def readback(target: str) -> dict[str, Any]:
     }
 
 
-def draft_readback(target: str) -> dict[str, Any]:
-    """Quantized targets have the quantized draft."""
-    return {**readback(target), "precision": "bfloat16" if target == "base" else "Int4Linear"}
+def draft_readback(quantized: bool) -> dict[str, Any]:
+    return {**readback("gptq" if quantized else "base"), "precision": "Int4Linear" if quantized else "bfloat16"}
 
 
 def evaluate(target: str) -> dict[str, Any]:
@@ -281,7 +284,7 @@ def evaluate(target: str) -> dict[str, Any]:
     }
 
 
-def arm(name: str) -> dict[str, Any]:
+def arm(name: str, quantized_draft_for: Sequence[str]) -> dict[str, Any]:
     target, speculative = name.removesuffix("_spec"), name.endswith("_spec")
     k = BEST_K[target] if speculative else 0
     plain = STEP_MS["base"] / STEP_MS[target]
@@ -290,13 +293,14 @@ def arm(name: str) -> dict[str, Any]:
     tok_per_s = 1000 / STEP_MS["base"] * speed
     read_bytes = WEIGHT_BYTES[target] + 23_040 * 256
     draft_bytes = DRAFT_BYTES if speculative else None
+    loaded = draft_readback(target in quantized_draft_for)
     return {
         "target": target,
-        "draft": {"kind": "distill", "precision": draft_readback(target)["precision"]} if speculative else None,
+        "draft": {"kind": "distill", "precision": loaded["precision"]} if speculative else None,
         "draft_len": k,
         "protocol": "natural",
         "readback": readback(target),
-        "draft_readback": draft_readback(target) if speculative else None,
+        "draft_readback": loaded if speculative else None,
         "memory": {
             "weight_bytes": WEIGHT_BYTES[target],
             "draft_weight_bytes": draft_bytes,
@@ -343,8 +347,8 @@ def category(target: str, k: int, factor: float, tok_per_s: float, plain: float)
     }
 
 
-def benchmark() -> dict[str, Any]:
-    arms = {name: arm(name) for t in TARGETS for name in (t, f"{t}_spec")}
+def benchmark(quantized_draft_for: Sequence[str]) -> dict[str, Any]:
+    arms = {name: arm(name, quantized_draft_for) for t in TARGETS for name in (t, f"{t}_spec")}
 
     def interaction(target: str) -> dict[str, float]:
         both = arms[f"{target}_spec"]["speedup"]["value"]
@@ -450,7 +454,7 @@ def quantize(key: str) -> dict[str, Any]:
         "recipe": {
             "arithmetic_dtype": "float32",
             "arithmetic_reason": "made up",
-            "settings": provenance.finite(COMMITTED.quantize[key]),
+            "settings": provenance.finite(PARAMS.quantize[key]),
         },
         "layers": layers,
     }

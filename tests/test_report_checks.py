@@ -1,5 +1,7 @@
 """Faults planted in the records turn the row VOID or NOT COMPARABLE; without them every row is OK."""
 
+import dataclasses
+
 import pytest
 from report_fixtures import PARAMS, sections_of, write_study
 
@@ -55,6 +57,30 @@ def test_a_baseline_that_ran_packed_is_void(tmp_path):
 def test_a_draft_of_another_precision_is_void(tmp_path, name, kernels, said):
     verdict, reasons = judged(tmp_path, name, **in_arms(name, entry="draft_readback", kernels=kernels))
     assert verdict == "VOID" and f"draft precision: {said}" in reasons
+
+
+@pytest.mark.parametrize("named", [["base"], ["gptq", "awq"], ["gptq"]])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_draft_is_as_the_sweep_was_told(tmp_path, named, packed):
+    """For each target in and out of the list, a draft of either precision."""
+    params = dataclasses.replace(PARAMS, speculate=dataclasses.replace(PARAMS.speculate, quantized_draft_for=named))
+    sections = sections_of(params)
+    kernels = {"Int4Linear": 28} if packed else {"FullLinear": 29}
+    fault = in_arms("base_spec", "gptq_spec", "awq_spec", entry="draft_readback", kernels=kernels)
+    found = Study.gather(sections, records.load(*write_study(tmp_path, params, **fault), sections), "figures").rows
+    for target in ("base", "gptq", "awq"):
+        doubted = any(r.startswith("draft precision") for r in found[f"{target}_spec"].reasons)
+        assert doubted == ((target in named) != packed)
+
+
+@pytest.mark.parametrize(("asked", "held"), [(True, False), (False, True), (True, True)])
+def test_a_head_held_otherwise_than_the_recipe_says_is_void(tmp_path, asked, held):
+    kernels = {"Int4Linear": 210, "Int8Linear" if held else "FullLinear": 1}
+    faults = in_arms("awq", kernels=kernels)
+    faults["quantize__awq"] = lambda metrics: metrics["recipe"]["settings"].update(pack_head=asked)
+    verdict, reasons = judged(tmp_path, "awq", **faults)
+    assert (verdict == "OK") == (asked == held)
+    assert any(reason.startswith("head: ") for reason in reasons) == (asked != held)
 
 
 def test_weights_loaded_in_another_dtype_are_void(tmp_path):

@@ -99,13 +99,36 @@ def test_without_a_decision_base_is_the_stated_fallback(tmp_path, rows, decision
         assert found["serve"]["row"] == "base" and found["serve"]["draft"] is None
 
 
-@pytest.mark.parametrize("pack_head", [False, True])
-def test_a_server_that_reads_the_head_in_full_says_so(tmp_path, pack_head):
-    awq = dataclasses.replace(PARAMS.quantize["awq"], pack_head=pack_head)
-    params = dataclasses.replace(PARAMS, quantize={**PARAMS.quantize, "awq": awq})
-    folder = served(tmp_path, "awq", params)
-    for name in ("vllm.sh", "transformers_generate.py"):
-        assert ("output head held at 8 bits" in (folder / name).read_text()) == pack_head
+@pytest.mark.parametrize(
+    ("packed", "row", "said"),
+    [
+        ([], "awq_spec", None),
+        (["gptq"], "awq_spec", None),
+        (["awq"], "awq_spec", "head of the target (and"),
+        (["draft"], "awq_spec", "head of the draft (and"),
+        (["awq", "draft"], "awq_spec", "head of the target and the draft (and"),
+        (["awq", "draft"], "base_spec", None),
+    ],
+)
+def test_a_server_that_reads_heads_in_full_says_so(tmp_path, packed, row, said):
+    quantize = {n: dataclasses.replace(q, pack_head=n in packed) for n, q in PARAMS.quantize.items()}
+    heads = {f"quantize__{n}": lambda m: m["recipe"]["settings"].update(pack_head=True) for n in packed}
+    params = dataclasses.replace(PARAMS, quantize=quantize)
+
+    def change(metrics):
+        only(row)(metrics)
+        for name, arm in metrics["arms"].items():
+            if name.removesuffix("_spec") in packed:
+                arm["readback"]["kernels"]["Int8Linear"] = 1
+            if "draft" in packed and name in ("gptq_spec", "awq_spec"):
+                arm["draft_readback"]["kernels"]["Int8Linear"] = 1
+
+    study = study_of(tmp_path / "study", params, benchmark=change, **heads)
+    assert study.recommendation.choice == row
+    serving.write(study, tmp_path / "serve")
+    files = {n: (tmp_path / "serve" / n).read_text() for n in ("vllm.sh", "transformers_generate.py", "choice.json")}
+    for text in files.values():
+        assert ("held at 8 bits" in text) == (said is not None) and (said is None or said in text)
 
 
 @pytest.mark.parametrize(("quantized_for", "draft"), [([], "artifacts/draft"), (["base"], "artifacts/quantized/draft")])

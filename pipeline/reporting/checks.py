@@ -19,30 +19,45 @@ def judge(records: Records, name: str, arm: Mapping[str, Any], judgement: Judgem
         return  # it never ran, and says why
     target = name.removesuffix("_spec")
     runtime = records.by_name["benchmark"]["provenance"]["sections"]["runtime"]
+    packed = None if target == "base" else target
     found = [
         guards.weights_dtype(runtime["dtype"], arm["readback"]),
-        guards.kernel(target != "base" and _holds_codes(records, target), arm["readback"], "kernel"),
+        guards.kernel(_holds_codes(records, packed), arm["readback"], "kernel"),
+        _head(records, packed, arm["readback"], "head"),
     ]
     if name != target:
         sweep = records.metrics(f"speculate@{target}")
-        found += [_draft_precision(records, target, arm), _draft_len_in_sweep(arm, sweep)]
+        found += [*_draft_precision(records, target, arm), _draft_len_in_sweep(arm, sweep)]
         _against_sweep(arm, sweep, judgement)
     for doubt in found:
         if doubt is not None:
             judgement.add("VOID", doubt)
 
 
-def _holds_codes(records: Records, key: str) -> bool:
-    return bool(records.metrics(f"quantize@{key}")["modules"])
+def _holds_codes(records: Records, packed: str | None) -> bool:
+    """`packed`: the quantized copy that is to run; None for full precision."""
+    return packed is not None and bool(records.metrics(f"quantize@{packed}")["modules"])
 
 
-def _draft_precision(records: Records, target: str, arm: Mapping[str, Any]) -> str | None:
-    """Quantized targets, and a target that drafts for itself, draft with packed codes; others in full precision."""
+def _head(records: Records, packed: str | None, readback: Mapping[str, Any], what: str) -> str | None:
+    """The output head is held at 8 bits where the copy's recipe says so, and nowhere else."""
+    asked = _holds_codes(records, packed) and records.metrics(f"quantize@{packed}")["recipe"]["settings"]["pack_head"]
+    held = any("Int8" in kernel for kernel in readback["kernels"])
+    if held == asked:
+        return None
+    return f"{what}: {'8 bits asked' if asked else 'full precision asked'}, but that is not how it was loaded"
+
+
+def _draft_precision(records: Records, target: str, arm: Mapping[str, Any]) -> list[str | None]:
+    """Targets named in the sweep's settings, and a target that drafts for itself, have the quantized draft."""
     if not arm["draft_readback"].get("kernels"):
-        return None  # a lookup
-    quantized = target != "base" or arm["draft"]["kind"] == "self"
-    packed = quantized and _holds_codes(records, "draft")
-    return guards.kernel(packed, arm["draft_readback"], "draft precision")
+        return []  # a lookup
+    named = records.by_name["benchmark"]["provenance"]["sections"]["speculate"]["quantized_draft_for"]
+    packed = "draft" if target in named or arm["draft"]["kind"] == "self" else None
+    return [
+        guards.kernel(_holds_codes(records, packed), arm["draft_readback"], "draft precision"),
+        _head(records, packed, arm["draft_readback"], "the draft's head"),
+    ]
 
 
 def _draft_len_in_sweep(arm: Mapping[str, Any], sweep: Mapping[str, Any]) -> str | None:

@@ -46,9 +46,16 @@ class Deployment:
 
 def unlike_measured(study: Study, chosen: Deployment) -> list[str]:
     """What of the measurement a server that reads the files as they are does not repeat."""
-    if chosen.row.target == "base" or not study.config.quantize[chosen.row.target].pack_head:
+    methods = study.config.quantize
+    quantized_draft = chosen.draft is not None and chosen.draft.input == "quantized_draft"
+    copies = {"the target": chosen.target.input, "the draft": "draft" if quantized_draft else "none"}
+    packed = [what for what, key in copies.items() if key in methods and methods[key].pack_head]
+    if not packed:
         return []
-    return ["Measured with the output head held at 8 bits; the file holds it in full precision, and so will this."]
+    return [
+        f"Measured with the head of {' and '.join(packed)} (and an embedding tied to it) held at 8 bits;",
+        "the files hold them in full precision, and so will this.",
+    ]
 
 
 def deployment(study: Study) -> Deployment:

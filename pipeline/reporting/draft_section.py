@@ -29,14 +29,14 @@ def distilled(found: dict[str, Any]) -> str:
 
 
 def agreement(found: dict[str, Any]) -> str:
-    """On answers to prompts that were not trained on."""
+    """On answers to prompts that were not trained on, before the draft is quantized."""
     before, after = found["agreement"]["before"], found["agreement"]["after"]
     rows = [["all", before, after], *([c, before["by_category"][c], a] for c, a in after["by_category"].items())]
     cells = [[kind, share(b["value"]), share(a["value"]), count(a["tokens"])] for kind, b, a in rows]
     headers = ["held-out prompts", "agreement before training", "after", "tokens"]
     return (
-        "**Agreement**: share of the target's greedy tokens that are also the draft's, given the target's text before "
-        "them.\n\n" + markdown.table(headers, cells)
+        "**Agreement**: share of the target's greedy tokens that are also the draft's (before it is quantized), given "
+        "the target's text before them.\n\n" + markdown.table(headers, cells)
     )
 
 
@@ -55,6 +55,11 @@ def lookup(found: dict[str, Any]) -> str:
     return f"No model: the longest suffix (up to {count(found['ngram_max'])} tokens) that stood before is continued."
 
 
+MEASURED_BY = {
+    "ngram": "dvc exp run -S draft=ngram",
+    "draft": "dvc exp run -S speculate.quantized_draft_for=[]",
+    "quantized_draft": "dvc exp run -S speculate.quantized_draft_for=[base,gptq,awq]",
+}
 CANDIDATES = {
     "draft": "the draft",
     "quantized_draft": "the draft, quantized",
@@ -108,7 +113,7 @@ def better(found: dict[str, Any]) -> str:
             continue
         ours, theirs = interval_of(best["predicted_speedup"]), interval_of(used["predicted_speedup"])
         if ours is not None and theirs is not None and ours.low > theirs.high:
-            how = ": `dvc exp run -S draft=ngram` measures it" if best["candidate"] == "ngram" else ""
+            how = f": `{MEASURED_BY[best['candidate']]}` measures it" if best["candidate"] in MEASURED_BY else ""
             lines.append(
                 f"`{target}`: {shown(best['candidate'])} is predicted to be better than the draft in the matrix{how}."
             )

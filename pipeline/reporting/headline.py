@@ -194,7 +194,8 @@ def row_notes(study: Study) -> str:
 def terms(study: Study) -> str:
     """The columns, each explained once."""
     window = study.config.evaluate.window_tokens
-    packed = [f"`{name}`" for name, method in study.config.quantize.items() if method.pack_head and name != "draft"]
+    shown = {"gptq": "`gptq`", "awq": "`awq`", "draft": "quantized draft"}
+    packed = [shown[name] for name, method in study.config.quantize.items() if method.pack_head]
     heads = f" ({', '.join(packed)}: head, with an embedding tied to it, held at 8 bits)" if packed else ""
     lines = [
         f"**row**: `base` is the full-precision model, `gptq` and `awq` are quantized copies of it{heads}; `_spec` "

@@ -42,6 +42,7 @@ def choice(study: Study, chosen: Deployment) -> dict[str, Any]:
             "device": config.runtime.device,
             "dtype": config.runtime.dtype,
             "sampling": config.speculate.sampling,
+            "unlike_measured": " ".join(unlike_measured(study, chosen)) or None,
         },
         "constraints": config.report,
         "evidence": {

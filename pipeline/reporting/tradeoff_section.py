@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "bits", "group_size", "sym", "desc_act", "true_sequential", "damp_percent", "zero_point", "clip", "duo_scaling",
-    "calibration_rows",
+    "calibration_rows", "pack_head",
 )  # fmt: skip
 SAME_QUALITY = ("target", "corpus", "baseline", "evaluate")  # of two points that may stand in one table
 
