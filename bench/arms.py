@@ -18,6 +18,7 @@ from pipeline.engine.decoder import Decoder
 from pipeline.engine.generate import generate
 from pipeline.engine.propose import ModelProposer
 from pipeline.engine.sample import GREEDY
+from pipeline.measure.setup import pack_head
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,11 @@ class Timed:
     ttft_s: float
 
 
-def load(folder: Path, *, pack_head: bool = False, vocab: Path | None = None) -> Decoder:
+def load(folder: Path, *, full_head: bool = False, vocab: Path | None = None) -> Decoder:
+    """As the stages load it; `full_head`: whatever the recipe says of the head."""
     ids = provenance.read_json(vocab)["ids"] if vocab is not None and vocab.exists() else None
     options = {"device": "cpu", "dtype": torch.bfloat16, "trust_remote_code": False}
-    return load_decoder(folder, pack_head=pack_head, vocab_ids=ids, **options)  # type: ignore[arg-type]
+    return load_decoder(folder, pack_head=pack_head(folder) and not full_head, vocab_ids=ids, **options)  # type: ignore[arg-type]
 
 
 class Ours:

@@ -45,10 +45,15 @@ print(time.perf_counter() - started)
 # name -> (what, at least, aim, unit); the bounds of a share or a ratio are lower ones, of seconds and costs upper ones
 BOUNDS: dict[str, tuple[str, float, float, str]] = {
     "bf16_plain_vs_transformers": ("bf16 plain / transformers generate", 2.0, 3.0, "x"),
-    "int4_plain_vs_llamacpp": ("int4 plain, 8-bit head / llama.cpp Q4_1", 1.0, 1.3, "x"),
+    "int4_plain_vs_llamacpp": ("int4 plain / llama.cpp Q4_1, heads of 8 bits", 1.0, 1.3, "x"),
     "int4_plain_vs_bf16_plain": ("int4 plain / bf16 plain", 1.5, 2.5, "x"),
-    "bf16_spec_vs_bf16_plain": ("bf16 with draft / bf16 plain, code", 1.2, 1.6, "x"),
-    "bf16_spec_vs_transformers_assisted": ("bf16 with draft / transformers assisted, same pair and K", 2.0, 4.0, "x"),
+    "bf16_spec_vs_bf16_plain": ("bf16 with the quantized draft / bf16 plain, code", 1.2, 1.6, "x"),
+    "bf16_spec_vs_transformers_assisted": (
+        "bf16 with bf16 draft / transformers assisted, same pair and K",
+        2.0,
+        4.0,
+        "x",
+    ),
     "int4_spec_vs_bf16_plain": ("int4 with its best K / bf16 plain", 1.5, 3.0, "x"),
     "int4_best_vs_transformers": ("the best int4 arm / transformers generate in bf16", 4.0, 7.0, "x"),
     "bf16_plain_ceiling_share": ("bf16 plain / what the measured bandwidth allows", 0.5, 0.7, "share"),
@@ -97,9 +102,9 @@ class Study:
         rows = prompt_rows(ARTIFACTS / "prompts.jsonl")
         self.prompts = [r["input_ids"] for r in rows if r["split"] == "evaluation" and r["category"] == "code"]
         self.draft_lens = {key: best_draft_len(key, "code") for key in ("base", "awq")}
-        self.target, self.int4 = load(ARTIFACTS / "target"), load(ARTIFACTS / "quantized/awq", pack_head=True)
+        self.target, self.int4 = load(ARTIFACTS / "target"), load(ARTIFACTS / "quantized/awq")
         vocab = ARTIFACTS / "draft/draft_vocab.json"
-        self.draft = load(ARTIFACTS / "quantized/draft", pack_head=True, vocab=vocab)
+        self.draft = load(ARTIFACTS / "quantized/draft", vocab=vocab)
         self.theirs, self.their_draft = (Transformers.load(ARTIFACTS / n) for n in ("target", "draft"))
         self.arms: dict[str, Any] = {
             "transformers": Transformers(self.theirs),
@@ -109,7 +114,7 @@ class Study:
             "bf16_spec_bf16": Ours(self.target, load(ARTIFACTS / "draft", vocab=vocab), self.draft_lens["base"]),
             "int4": Ours(self.int4),
             "int4_spec": Ours(self.int4, self.draft, self.draft_lens["awq"]),
-            "int4_bf16_head": Ours(load(ARTIFACTS / "quantized/awq")),
+            "int4_bf16_head": Ours(load(ARTIFACTS / "quantized/awq", full_head=True)),
         }
         if gguf is not None:
             self.arms["llamacpp"] = LlamaCpp(gguf, torch.get_num_threads())
@@ -298,9 +303,9 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
             "",
             f"Default target and draft, {torch.get_num_threads()} threads, {study.blocks} interleaved blocks of "
             f"{study.per_block} code prompts, {study.tokens} tokens each; K = {study.draft_lens['base']} (bf16), "
-            f"{study.draft_lens['awq']} (int4). `int4` and the draft hold head and embedding at 8 bits (`pack_head`), "
-            f"`int4_bf16_head` does not; `bf16_spec_bf16` has the draft in bf16, as transformers has "
-            f"it. Memory is read at {study.bandwidth / 1e9:.1f} GB/s in the same run.",
+            f"{study.draft_lens['awq']} (int4). Quantized copies hold head and embedding as their recipes say "
+            f"(`pack_head`), `int4_bf16_head` in bf16; drafts are the quantized copy, in `bf16_spec_bf16` and for "
+            f"transformers the bf16 one. Memory is read at {study.bandwidth / 1e9:.1f} GB/s in the same run.",
             "",
             tabulate([show(r) for r in records], head, tablefmt="github", disable_numparse=True),
             "",

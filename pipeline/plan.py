@@ -47,7 +47,9 @@ def plan(params: Params) -> str:
             "Estimates from parameter counts, nothing was fetched.",
             "",
             tabulate(
-                rows, headers=["arm", "weights GiB", "draft GiB", "cache GiB / 1000 tokens"], tablefmt="github",
+                rows,
+                headers=["arm", "weights GiB, at most", "draft GiB", "cache GiB / 1000 tokens"],
+                tablefmt="github",
                 disable_numparse=True,
             ),
             "",

@@ -53,6 +53,7 @@ def test_report_and_metrics(smoke):
     assert metrics["recommendation"]["verdict"].split(":")[0].split()[-1] in report.replace("`", "").replace("*", "")
     assert "Report: reports/report.md" in stdout
     assert str(folder) not in report
+    assert "draft precision:" not in report and "not how it was loaded" not in report, "a guard against its own default"
 
 
 def test_every_record_says_where_it_comes_from(smoke):
