@@ -91,7 +91,7 @@ def test_int8_weights(M):
     sums = (192 + 4) * UNIT[torch.float32] * (x_MK.double().abs() @ weight_NK.abs().t())
     assert ((linear(x_MK).double() - exact).abs() <= sums + fixed_point_slack(x_MK, weight_NK, 64)).all()
     ids = torch.tensor([[0, 100], [7, 8]])
-    assert torch.equal(linear.lookup(ids), weight_NK.float()[ids])
+    assert torch.equal(linear.lookup(linear.codes, linear.scale, ids), weight_NK.float()[ids])
     assert torch.equal(linear.tile(64, 101), weight_NK.float()[64:])
 
 

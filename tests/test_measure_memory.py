@@ -40,6 +40,15 @@ def test_an_untied_embedding_is_read_by_the_row(make_decoder):
     assert read_bytes_per_step(untied.module) == weight_bytes(untied.module) - table + 64 * 4
 
 
+def test_a_scale_inside_an_embedding_has_no_rows():
+    """As in Gemma, whose embedding multiplies by a number it keeps as a buffer."""
+    module = nn.Module()
+    module.embedding, module.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    module.embedding.register_buffer("embed_scale", torch.tensor(2.0))
+    module.get_input_embeddings, module.get_output_embeddings = (lambda: module.embedding), (lambda: module.head)
+    assert read_bytes_per_step(module) == 4 * (10 * 4 + 4 + 1)
+
+
 def test_entries_sum_to_the_peak_and_the_longest_context_follows():
     closed = ledger().close([2000, 1310, 1200], max_positions=60, reasons={})
     assert closed.workspace_bytes == 300

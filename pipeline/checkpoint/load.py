@@ -67,10 +67,11 @@ def load_decoder(
         max_positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         if max_positions is None:
             raise CheckpointError("config.json: no max_position_embeddings; add the longest context of the model")
+        tied = getattr(module.get_output_embeddings(), "weight", None) is module.get_input_embeddings().weight
         if vocab_ids is not None:
             _cut_head(module, vocab_ids)
         if pack_head:
-            _pack_head(module, activations, classes)
+            _pack_head(module, tied, activations, classes)
     decoder = Decoder(module, max_positions) if reason else lean.LeanDecoder(module, max_positions)
     decoder.engine_reason = reason
     decoder.vocab_ids_U = None if vocab_ids is None else torch.tensor(vocab_ids, device=device)
@@ -259,8 +260,8 @@ def _cut_head(module: Any, ids: list[int]) -> None:
     _replace(module, head, type(head)(weight, None if head.bias is None else head.bias[ids]))
 
 
-def _pack_head(module: Any, activations: torch.dtype, classes: set[str]) -> None:
-    """Replace a full-precision output head by 8-bit codes; an embedding tied to it reads the same ones (its own where
+def _pack_head(module: Any, tied: bool, activations: torch.dtype, classes: set[str]) -> None:
+    """Replace a full-precision output head by 8-bit codes; an embedding `tied` to it reads the same ones (its own where
     the head is cut down)."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if not isinstance(head, FullLinear):
@@ -273,7 +274,8 @@ def _pack_head(module: Any, activations: torch.dtype, classes: set[str]) -> None
     except RuntimeError as e:
         raise CheckpointError(f"pack_head: torch has no int8 kernel here ({e}); set pack_head to false") from None
     _replace(module, head, packed)
-    if module.config.get_text_config().tie_word_embeddings and type(embedding) is nn.Embedding:
+    if tied and type(embedding) is nn.Embedding:
+        module.config.get_text_config().tie_word_embeddings = False  # or transformers looks for weights to tie again
         whole = packed if head.weight is embedding.weight else type(packed)(embedding.weight, None)
         _replace(module, embedding, Int8Embedding(whole, embedding.weight.dtype))
 
@@ -295,6 +297,7 @@ def chosen_classes(
     if N and few_rows.takes_int8(K, activations, device):
         pairs.append((FewRowsInt8Linear(weight, None), Int8Linear(weight, None)))
     first = next(iter(checkpoint.linears.values()), None)
+    grouped = "" if first is None else f" in groups of {first.group_size}"
     if first is not None and K % first.group_size == 0:
         codes = torch.ones(N, K, dtype=torch.uint8)
         groups = torch.ones(N, K // first.group_size)
@@ -305,7 +308,8 @@ def chosen_classes(
     chosen = set()
     for ours, torchs in pairs:
         name = type(ours).__name__
-        question = f"{name} {N} x {K} beats {type(torchs).__name__}, {dtype} weights, {activations} activations"
+        layer = f"{name} {N} x {K}{grouped if isinstance(ours, FewRowsInt4Linear) else ''}"
+        question = f"{layer} beats {type(torchs).__name__}, {dtype} weights, {activations} activations"
         with torch.inference_mode():
             if native.remembered(question, lambda: clearly_faster(ours, torchs, activations)):  # noqa: B023
                 chosen.add(name)
@@ -323,7 +327,10 @@ def measured_dense_from(module: nn.Module, activations: torch.dtype) -> dict[str
             largest[name] = max(largest.get(name, layer), layer, key=size)
     found = {}
     for name, layer in sorted(largest.items()):
-        question = f"{name} {layer.out_features} x {layer.in_features} dense from rows, {activations} activations"
+        groups = f" in groups of {layer.group_size}" if hasattr(layer, "group_size") else ""
+        question = (
+            f"{name} {layer.out_features} x {layer.in_features}{groups} dense from rows, {activations} activations"
+        )
         with torch.inference_mode():
             sample = _sample(layer) if layer is head else layer
             found[name] = native.remembered(question, lambda: measure_dense_from(sample, activations))  # noqa: B023

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.engine.cache import ContextFull
+from pipeline.engine.linear import Int8Embedding
 
 if TYPE_CHECKING:
     from pipeline.engine.hf_cache import Cache
@@ -27,9 +28,11 @@ class Decoder:
         self.module = module.eval().requires_grad_(False)
         self.max_positions = max_positions
         self.config: Any = module.config
-        sample = next(module.parameters())
-        self.device, self.dtype = sample.device, sample.dtype
-        self.vocab_size: int = module.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+        table: torch.Tensor = embedding.codes if isinstance(embedding, Int8Embedding) else embedding.weight
+        self.device: torch.device = table.device
+        self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, Int8Embedding) else table.dtype
+        self.vocab_size: int = embedding.num_embeddings
         self.activations = self.dtype
         self.vocab_ids_U: torch.Tensor | None = None  # the ids of the logits' columns, where the head is cut down to U
 

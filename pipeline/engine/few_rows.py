@@ -68,16 +68,18 @@ class FewRowsInt8Linear(Int8Linear):
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
         part = slice(start // LANES, -(-stop // LANES))
-        codes_P8Kh, scale_P8 = self._by_output()[part], self.scale[part]
+        codes_P8Kh, scale_P8 = _by_output(self.codes[part]), self.scale[part]
         return (codes_P8Kh.flatten(2).float() * scale_P8.unsqueeze(-1)).flatten(0, 1)[: stop - start]
 
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def lookup(codes: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         p, r = ids // LANES, ids % LANES
-        return self._by_output()[p, r].flatten(-2).float() * self.scale[p, r].unsqueeze(-1)
+        return _by_output(codes)[p, r].flatten(-2).float() * scale[p, r].unsqueeze(-1)
 
-    def _by_output(self) -> torch.Tensor:
-        """The codes, [P, 8, K / 2, 2]: a view."""
-        return self.codes.view(len(self.codes), -1, LANES, 2).transpose(1, 2)
+
+def _by_output(codes: torch.Tensor) -> torch.Tensor:
+    """8-bit codes in panels as [P, 8, K / 2, 2]: a view."""
+    return codes.view(len(codes), -1, LANES, 2).transpose(1, 2)
 
 
 class FewRowsInt4Linear(PackedWeight):
@@ -123,7 +125,7 @@ def takes_full(K: int, dtype: torch.dtype, device: str) -> bool:
 
 
 def takes_int8(K: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether a head of K columns can be a FewRowsInt8Linear here."""
+    """Whether a weight of K columns can be a FewRowsInt8Linear here."""
     floats = dtype in (torch.bfloat16, torch.float32)
     return device == "cpu" and floats and K % BLOCK == 0 and native.refusal() is None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +46,14 @@ class PackedWeight(nn.Module):
 
     def settle(self) -> None:
         """Puts the tensors where Python finds them at once: nn.Module takes 2 us for each, a tenth of a small model's
-        step. They are not to be replaced any more."""
+        step."""
         self.__dict__.update({**self._parameters, **self._buffers})
+
+    def _apply(self, *args: Any, **options: Any) -> PackedWeight:
+        super()._apply(*args, **options)  # type: ignore[no-untyped-call]
+        if "bias" in self.__dict__:
+            self.settle()
+        return self
 
     @property
     def kernel(self) -> str:
@@ -121,7 +127,7 @@ class FullLinear(PackedWeight):
 
 
 class Int8Linear(PackedWeight):
-    """A weight rounded to 8 bits with one scale a row, symmetric, by torch's int8 op: for output heads."""
+    """A weight rounded to 8 bits with one scale a row, symmetric, by torch's int8 op: for heads and embeddings."""
 
     codes: torch.Tensor  # [N, K]
     scale: torch.Tensor  # [N]
@@ -143,13 +149,17 @@ class Int8Linear(PackedWeight):
     def tile(self, start: int, stop: int) -> torch.Tensor:
         return self.codes[start:stop].float() * self.scale[start:stop, None]
 
-    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def lookup(codes: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight by number, float32 of shape (*ids.shape, K)."""
-        return self.codes[ids].float() * self.scale[ids].unsqueeze(-1)
+        return codes[ids].float() * scale[ids].unsqueeze(-1)
 
 
 class Int8Embedding(nn.Module):
     """The rows of an Int8Linear's weight by id, as a table of `dtype`: the two share their codes."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
 
     def __init__(self, table: Int8Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -160,7 +170,7 @@ class Int8Embedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Vectors of shape (*ids.shape, D)."""
-        return self.lookup(ids).to(self.dtype)
+        return self.lookup(self.codes, self.scale, ids).to(self.dtype)
 
 
 class DequantLinear(PackedWeight):

@@ -49,7 +49,7 @@ def read_bytes_per_step(module: Any) -> int:
     """Bytes of weights that one token's forward must read: all, but of an embedding not shared with the head a row."""
     head = module.get_output_embeddings()
     shared = set() if head is None else {t.data_ptr() for t in _tensors(head)}
-    tables = [t for t in _tensors(module.get_input_embeddings()) if t.data_ptr() not in shared]
+    tables = [t for t in _tensors(module.get_input_embeddings()) if t.dim() and t.data_ptr() not in shared]
     return weight_bytes(module) - sum(t.nbytes - t[0].nbytes for t in tables)
 
 

@@ -263,8 +263,8 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& codes, const at::T
                        int64_t N) {
   const int64_t P = codes.size(0), K = codes.size(1) / 2, group = K / scale.size(1);
   check(x, K, group);
-  TORCH_CHECK(group % LANES == 0 && group <= 4096 && zero.sizes() == scale.sizes() && scale.size(0) == P,
-              "few_rows: groups do not fit");
+  TORCH_CHECK(scale.dim() == 3 && scale.size(0) == P && scale.size(1) * group == K && scale.size(2) == LANES &&
+              zero.sizes() == scale.sizes() && group % LANES == 0 && group <= 4096, "few_rows: groups do not fit");
   TORCH_CHECK(P == (N + LANES - 1) / LANES, "few_rows: outputs do not fit");
   TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous() && zero.is_contiguous(), "few_rows: not contiguous");
   const FixedRows fixed(x, group);
