@@ -38,6 +38,7 @@ params: setup ## compile conf/ into params.yaml
 
 repro: setup ## the answer for the committed experiment: environments, all stages, the report
 	@! python -m pipeline.compile --needs-quantizers || $(MAKE) --no-print-directory setup-quantizers
+	@python -m pipeline.compile --unlock
 	dvc repro
 	@python -m pipeline.compile --verdict
 

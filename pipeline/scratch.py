@@ -7,17 +7,20 @@ overrides, a DVC repository without Git, and the results. Nothing in this reposi
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from pipeline import config, provenance
 
 COPIED = ("pipeline", "conf", "evals", "dvc.yaml", "envs")
 DVC = (sys.executable, "-m", "dvc")
+WRITTEN_S = 0.5  # DVC's file of some hundred bytes takes microseconds
 NOT_COPIED = shutil.ignore_patterns("__pycache__", ".venv", "*.partial")
 
 
@@ -59,8 +62,30 @@ def environment(root: Path, folder: Path) -> dict[str, str]:
     }
 
 
+def drop_broken_lock(folder: Path) -> None:
+    """Removes the file in which DVC notes who reads and writes what, when a kill left it half-written.
+
+    DVC writes it in place, and would refuse every later run. One that is being written is whole a moment later.
+    """
+    path = folder / ".dvc/tmp/rwlock"
+    for last_look in (False, True):
+        try:
+            json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except ValueError:
+            if last_look:
+                path.unlink(missing_ok=True)
+                print(f"{path}: half-written by a run that was killed; removed", file=sys.stderr)
+            else:
+                time.sleep(WRITTEN_S)
+        else:
+            return
+
+
 def reproduce(folder: Path) -> int:
     """`dvc repro` in `folder`; returns its exit code."""
+    drop_broken_lock(folder)
     return subprocess.run([*DVC, "repro"], cwd=folder, env=environment(Path.cwd(), folder), check=False).returncode
 
 

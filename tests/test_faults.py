@@ -17,6 +17,7 @@ from smoke_graph import environment, run
 
 from pipeline import provenance
 from pipeline.measure.memory import allocation_failure
+from pipeline.scratch import drop_broken_lock
 
 STAGES = (
     "environment", "fetch@target", "fetch@corpus", "calibrate", "prompts", "draft", "quantize@draft", "evaluate@base",
@@ -151,6 +152,22 @@ def test_of_two_runs_at_once_the_second_waits_or_says_who_is_there(workspace):
         assert "Traceback" not in text
     assert provenance.tree_sha256(folder / "artifacts/calibration") == due
     assert run(folder, "dvc", "status", "calibrate").stdout.count("changed") == 0
+
+
+@pytest.mark.slow
+def test_a_lock_file_that_a_kill_left_half_written_stops_dvc_and_not_us(workspace):
+    folder = workspace
+    path = folder / ".dvc/tmp/rwlock"
+    for half in ("", '{"read": {"'):
+        path.write_text(half)
+        refused = run(folder, "dvc", "repro", "--single-item", "calibrate")
+        assert refused.returncode != 0 and "rwlock" in refused.stderr + refused.stdout, "then this can go"
+        run(folder, sys.executable, "-m", "pipeline.compile", "--unlock")
+        assert not path.exists()
+        assert run(folder, "dvc", "repro", "--single-item", "calibrate").returncode == 0
+    path.write_text('{"read": {}, "write": {}}')
+    drop_broken_lock(folder)
+    assert path.exists(), "a whole one is not ours to remove"
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ class Kill:
 
 
 def start(folder: Path, targets: tuple[str, ...]) -> subprocess.Popen[str]:
+    scratch.drop_broken_lock(folder)  # as `make repro` does
     log = (folder / "torture.log").open("a")
     command = [sys.executable, "-m", "dvc", "repro", *targets]
     return subprocess.Popen(
