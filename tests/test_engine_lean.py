@@ -10,12 +10,13 @@ from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.load import load_decoder
 from pipeline.engine import native, step
 from pipeline.engine.batch import generate_batch
-from pipeline.engine.cache import ContextFull
+from pipeline.engine.cache import ContextFull, StaticCache
 from pipeline.engine.generate import generate
-from pipeline.engine.lean import LeanDecoder
+from pipeline.engine.lean import LeanDecoder, LeanModel
 from pipeline.engine.linear import FullLinear, joined
 from pipeline.engine.propose import ModelProposer
 from pipeline.engine.sample import GREEDY, Sampling
+from pipeline.engine.skeleton import Skeleton
 
 needs_kernels = pytest.mark.skipif(native.refusal() is not None, reason=f"no kernels here: {native.refusal()}")
 LLAMA3 = {
@@ -259,3 +260,20 @@ def test_a_batch_gives_each_sequence_its_own_answer(make_decoder, k):
     assert done.rounds == max(len(s.rounds) for s in spec) < 29
     assert done.accepted == sum(r.accepted for s in spec for r in s.rounds)
     assert done.drafted == sum(r.drafted for s in spec for r in s.rounds)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_step_on_a_gpu_asks_the_host_for_nothing(make_decoder, tokens):
+    """With tensors that have a device and no values: whatever would wait for one raises."""
+    skeleton = Skeleton(make_decoder(0).config, torch.bfloat16)  # on the meta device
+    for name, layer in list(skeleton.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            skeleton.set_submodule(name, FullLinear(layer.weight, None))
+    model = LeanModel(skeleton)
+    with torch.device("meta"):
+        cache = StaticCache(2, (2, 2, 64, 16), torch.bfloat16, torch.empty(64, 8), torch.empty(64, 8))
+        ids_M, start_B = torch.empty(2 * tokens, dtype=torch.long), torch.empty(2, dtype=torch.long)
+    logits = model.head.rows(model.hidden(ids_M, start_B, cache, torch.bfloat16))
+    assert (logits.shape, logits.device.type, logits.dtype) == ((2 * tokens, 128), "meta", torch.bfloat16)
+    with pytest.raises(RuntimeError, match="meta"):
+        int(logits.argmax())  # what such a tensor does where a value is asked for

@@ -31,7 +31,6 @@ from pipeline.engine.linear import (
     measure_dense_from,
 )
 from pipeline.engine.linear4 import quantized_linear
-from pipeline.engine.recorded import cuda_recorder
 from pipeline.engine.skeleton import Skeleton, plain_config
 
 DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
@@ -79,8 +78,6 @@ def load_decoder(
     set_dense_from(
         decoder.module, measured_dense_from(decoder.module, activations) if dense_from is None else dense_from
     )
-    if isinstance(decoder, lean.LeanDecoder) and decoder.device.type == "cuda":
-        decoder.record_steps(cuda_recorder(decoder.device))
     return decoder
 
 

@@ -28,7 +28,6 @@ class StaticCache:
         self.keys = [torch.zeros(shape, dtype=dtype, device=cos.device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=cos.device) for _ in range(layers)]
         self.lengths = [0] * batch
-        self.whole: StaticCache | None = None  # of which this is a view: held as long as the view is
 
     @property
     def length(self) -> int:
@@ -51,5 +50,5 @@ class StaticCache:
         """A view of some of the sequences as a cache of its own; their new lengths are the caller's to keep."""
         some = copy.copy(self)
         some.keys, some.values = [k[begin:end] for k in self.keys], [v[begin:end] for v in self.values]
-        some.lengths, some.whole = self.lengths[begin:end], self
+        some.lengths = self.lengths[begin:end]
         return some

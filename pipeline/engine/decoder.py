@@ -90,7 +90,7 @@ class Decoder:
         }
 
     def cache_bytes_per_token(self) -> int:
-        """Bytes that one position takes in all layers, measured on a cache of one token (or the smallest there is)."""
+        """Bytes that one position takes in all layers, measured on a one-token cache."""
         cache = self.new_cache(1)
         self.forward(torch.zeros(1, dtype=torch.long, device=self.device), cache)
-        return cache.nbytes // cache.capacity
+        return cache.nbytes

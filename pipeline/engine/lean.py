@@ -18,7 +18,6 @@ from pipeline.engine import native, skeleton, step
 from pipeline.engine.cache import ContextFull, StaticCache
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.linear import PackedWeight, joined
-from pipeline.engine.recorded import CachePool, RecordedSteps, Run
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
 
@@ -142,19 +141,9 @@ class LeanDecoder(Decoder):
             raise ValueError(f"engine lean: {reason}; use engine hf")
         super().__init__(LeanModel(module), max_positions)
         self.activations = activations(str(self.device), self.dtype)
-        self.recorded: RecordedSteps | None = None
-        self.pool: CachePool | None = None
-
-    def record_steps(self, record: Callable[[Run], Run]) -> None:
-        """From now on steps of few tokens are recorded by `record` and replayed."""
-        self.recorded = RecordedSteps(self._logits, record)
-        self.pool = CachePool(self._allocate, self.max_positions)
 
     def new_cache(self, capacity: int, batch: int = 1) -> StaticCache:  # type: ignore[override]
         self.refuse_capacity(capacity)
-        return self._allocate(capacity, batch) if self.pool is None else self.pool.take(capacity, batch)
-
-    def _allocate(self, capacity: int, batch: int) -> StaticCache:
         model = self.module
         shape = (batch, model.kv_heads, capacity, model.head_dim)
         angle_PD = torch.arange(capacity, device=self.device)[:, None] * model.frequency_D.to(self.device)
@@ -170,32 +159,18 @@ class LeanDecoder(Decoder):
 
         Raises ContextFull, with the cache unchanged, when they do not fit.
         """
-        if self.recorded is not None and self.recorded.takes(ids_BT):
-            self._refuse_overflow(ids_BT, cache)
-            logits_BTV = self.recorded(ids_BT, cache)
-            cache.lengths = [length + ids_BT.shape[1] for length in cache.lengths]
-            return logits_BTV[:, -1:] if last_only else logits_BTV
         hidden_BTD = self.hidden_rows(ids_BT, cache)
-        return self._head(hidden_BTD[:, -1:].contiguous() if last_only else hidden_BTD)
-
-    def _logits(self, ids_BT: torch.Tensor, start_B: torch.Tensor, cache: StaticCache) -> torch.Tensor:
-        hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations)
-        return self._head(hidden_MD.view(*ids_BT.shape, -1))
-
-    def _head(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        if last_only:
+            hidden_BTD = hidden_BTD[:, -1:].contiguous()
         logits_MV = self.module.head.rows(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]))
         return logits_MV.view(*hidden_BTD.shape[:2], -1)
-
-    def _refuse_overflow(self, ids_BT: torch.Tensor, cache: StaticCache) -> None:
-        longest, T = max(cache.lengths), ids_BT.shape[1]
-        if longest + T > cache.capacity:
-            raise ContextFull(f"{longest} + {T} tokens do not fit in a cache of {cache.capacity}")
 
     @torch.inference_mode()
     def hidden_rows(self, ids_BT: torch.Tensor, cache: StaticCache) -> torch.Tensor:
         """As `forward_rows`, but the final hidden states, hidden_BTD: the head makes the logits of them."""
         B, T = ids_BT.shape
-        self._refuse_overflow(ids_BT, cache)
+        if max(cache.lengths) + T > cache.capacity:
+            raise ContextFull(f"{max(cache.lengths)} + {T} tokens do not fit in a cache of {cache.capacity}")
         start_B = torch.tensor(cache.lengths, device=self.device)
         hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations)
         cache.lengths = [length + T for length in cache.lengths]
@@ -210,7 +185,4 @@ class LeanDecoder(Decoder):
 
     def describe(self) -> dict[str, Any]:
         between = "kernels/step.cpp" if self.device.type == "cpu" and native.refusal() is None else "torch"
-        steps = {} if self.recorded is None else {"compiled": self.recorded.refusal is None}
-        refusal = None if self.recorded is None else self.recorded.refusal
-        about = {"architecture": self.module.architecture, "between_linears": between, "compile_refusal": refusal}
-        return {**super().describe(), **about, **steps}
+        return {**super().describe(), "architecture": self.module.architecture, "between_linears": between}

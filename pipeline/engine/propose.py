@@ -51,7 +51,6 @@ class ModelProposer:
         self._own_generator: torch.Generator | None = None
 
     def start(self, prompt_ids: list[int], capacity: int) -> None:
-        del self.cache  # its memory may be the next one's
         self.cache = self.decoder.new_cache(min(capacity, self.decoder.max_positions))
         self.cached = []
         if len(prompt_ids) < self.cache.capacity:

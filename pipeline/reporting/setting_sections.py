@@ -117,9 +117,7 @@ def prompts(study: Study) -> str:
 def environment(study: Study) -> str:
     machine, benchmark = study.records.environment, study.records.metrics("benchmark")
     readback = study.arms["base"]["readback"]
-    compiled = "steps recorded as CUDA graphs" if readback["compiled"] else "not compiled"
-    if refusal := readback.get("compile_refusal"):
-        compiled += f" ({refusal})"
+    compiled = "compiled" if readback["compiled"] else "not compiled"
     rows = [
         ["processor", f"{machine['cpu']} ({', '.join(machine['cpu_features']) or 'no listed vector features'})"],
         ["cores, threads, memory", f"{machine['cores']}, {machine['threads']}, {machine['memory_gib']} GiB"],

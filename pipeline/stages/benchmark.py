@@ -175,7 +175,7 @@ class Driver:
         return Answer.of(prompt, ask.draft_len, done)
 
     def warm_up(self, name: str, worker: Worker) -> None:
-        """Once with the shapes to come; not timed. Shorter prompts use the caches (and recordings) of the longest."""
+        """Once with the shapes to come; not timed."""
         self.generate(name, worker, NATURAL, self.prompts.longest)
 
     def bandwidth(self) -> float:
