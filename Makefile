@@ -56,6 +56,7 @@ smoke: setup ## the whole graph on a tiny random model, in artifacts/smoke
 	@cd artifacts/smoke && python -m pipeline.compile --verdict
 
 report: setup ## write reports/ again from the results that are there
+	@python -m pipeline.compile --unlock
 	dvc repro --single-item report
 	@python -m pipeline.compile --verdict
 

@@ -96,7 +96,7 @@ class DraftSweep:
             return precise_enough(ratios, timing.precision)
 
         for k in draft_lens:  # warm-up with the same shapes; what it returns is not used
-            self.answer(self.prompts.longest, k)
+            self.answer(self.prompts.all[0], k)
         return run_blocks(
             {str(k): timed(k) for k in draft_lens},
             turns=len(self.prompts.block(0, timing.block_prompts_per_category)),

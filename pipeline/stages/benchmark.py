@@ -176,7 +176,7 @@ class Driver:
 
     def warm_up(self, name: str, worker: Worker) -> None:
         """Once with the shapes to come; not timed."""
-        self.generate(name, worker, NATURAL, self.prompts.longest)
+        self.generate(name, worker, NATURAL, self.prompts.all[0])
 
     def bandwidth(self) -> float:
         worker = Worker("bandwidth", None)
