@@ -5,7 +5,7 @@ import torch
 from scipy.stats import chisquare
 
 from pipeline.engine.cache import ContextFull
-from pipeline.engine.generate import generate
+from pipeline.engine.generate import generate, read, room_for
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposal
 from pipeline.engine.replay import kept_from_hits, replay
 from pipeline.engine.sample import GREEDY, Sampling, distribution
@@ -99,6 +99,31 @@ def test_same_counts_whatever_the_order_of_draft_lens(make_decoder):
     down = {k: run(target, proposer, k).rounds for k in (8, 4, 2)}
     assert up == down
     assert all({r.drafted for r in rounds} == {k} for k, rounds in up.items())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, None, 1.0)])
+def test_answers_from_one_reading_are_those_of_readings_of_their_own(make_decoder, sampling):
+    target, draft = make_decoder(3), make_decoder(3, noise=0.05)
+
+    def answers(reading, proposer):
+        for k in (0, 4, 2, 0, 3):
+            generator = None if sampling.greedy else torch.Generator().manual_seed(7)
+            own = proposer or ModelProposer(draft, target.vocab_size)
+            yield run(target, own if k else None, k, sampling=sampling, generator=generator, reading=reading)
+
+    proposer = ModelProposer(draft, target.vocab_size)
+    reading = read(target, PROMPT, room_for(40, 4), proposer)
+    alone = [(a.ids, a.rounds) for a in answers(None, None)]
+    shared = list(answers(reading, proposer))
+    assert [(a.ids, a.rounds) for a in shared] == alone and any(r.accepted for r in alone[1][1])
+    assert all(a.ttft_s >= reading.seconds > 0 for a in shared)
+
+
+def test_a_reading_of_another_prompt_or_without_room_is_not_used(make_decoder):
+    target = make_decoder(3)
+    for prompt, room in (([1, *PROMPT], 99), (PROMPT, room_for(40, 0) - 1)):
+        with pytest.raises(AssertionError):
+            run(target, reading=read(target, prompt, room, None))
 
 
 def test_end_token_inside_the_drafted_tokens(make_decoder):

@@ -126,8 +126,8 @@ def test_an_allocation_that_fails_in_a_worker_is_the_parents_memory_error(tmp_pa
     short = Ask(0, 4, True, Sampling(temperature=0.0, top_k=None, top_p=1.0))
     try:
         with pytest.raises(MemoryError, match=r"^gptq: not enough memory for a tensor of .* GiB; close other programs"):
-            worker.call("generate", prompt_ids=[1, 2], ask=asdict(too_long))
-        assert len(worker.call("generate", prompt_ids=[1, 2], ask=asdict(short))["ids"]) == 4, "it goes on"
+            worker.call("answers", prompt_ids=[1, 2], asks=[asdict(too_long)])
+        assert len(worker.call("answers", prompt_ids=[1, 2], asks=[asdict(short)])[0]["ids"]) == 4, "it goes on"
     finally:
         worker.close()
 

@@ -37,7 +37,7 @@ def spec(folder: Path, draft: DraftSpec | None = None, **changes) -> ArmSpec:
 
 def generate(worker: Worker, draft_len: int, max_new_tokens: int = 9, ids=PROMPT):
     ask = Ask(draft_len, max_new_tokens, ignore_end=False, sampling=tiny.speculate().sampling)
-    return worker.call("generate", prompt_ids=ids, ask=asdict(ask))
+    return worker.call("answers", prompt_ids=ids, asks=[asdict(ask)])[0]
 
 
 def test_same_weights_draft_is_always_right(worker):

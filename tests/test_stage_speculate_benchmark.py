@@ -205,8 +205,8 @@ def test_broken_answers_fail_the_stage_after_writing(study, tmp_path, monkeypatc
 
     true_generate = Arm.generate
 
-    def wrong(self, prompt_ids, ask):
-        done = true_generate(self, prompt_ids, ask)
+    def wrong(self, prompt_ids, ask, reading=None):
+        done = true_generate(self, prompt_ids, ask, reading)
         if ask.draft_len:
             done.ids[2] = (done.ids[2] + 1) % 250
         return done

@@ -1,9 +1,9 @@
 """One loop for plain and speculative decoding, with exact accounting.
 
-The prompt's forwards, the draft's included, give the first token (`ttft_s`); each round after it drafts up to
-`draft_len` tokens (0 = plain decoding), verifies them in one target forward over the last committed token and the
-drafted ones, and keeps the accepted prefix and one token of the target's own. Legend: K drafted, M = K + 1 verified
-positions, V vocabulary.
+The prompt's forwards, the draft's included, give the first token (`ttft_s`); several answers to the prompt can share
+them (`Reading`). Each round after it drafts up to `draft_len` tokens (0 = plain decoding), verifies them in one target
+forward over the last committed token and the drafted ones, and keeps the accepted prefix and one token of the target's
+own. Legend: K drafted, M = K + 1 verified positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,8 +33,20 @@ class Round:
 
 
 @dataclass
+class Reading:
+    """A prompt in the caches of target and proposer, and the logits_1V after it: where answers to it start, one after
+    the other. `seconds`: what reading took. Good until the proposer starts another prompt."""
+
+    prompt_ids: list[int]
+    cache: Cache
+    logits_1V: torch.Tensor
+    seconds: float
+
+
+@dataclass
 class Generation:
     """`ids`: the new tokens, an end token included. `stop`: end | length | context (no room for another token).
+    `ttft_s`: of the reading that the answer starts from, and the choice of its first token.
 
     Identity: len(ids) = 1 + sum(accepted) + len(rounds) - cut, where the 1 is the prompt's own token and `cut` is 1
     when the last round ended inside its drafted tokens, so that its own token was not added, and 0 otherwise.
@@ -48,6 +60,27 @@ class Generation:
     stop: str = "length"
 
 
+def read(target: Decoder, prompt_ids: list[int], room: int, proposer: Proposer | None) -> Reading:
+    """`prompt_ids` read by the target and, where it has a model, the proposer, with room for `room` more positions.
+
+    Raises ContextFull when the prompt leaves no room for one token, ValueError when it is empty.
+    """
+    if not prompt_ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(prompt_ids) >= target.max_positions:
+        raise ContextFull(
+            f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {target.max_positions}; shorten it"
+        )
+    capacity = min(len(prompt_ids) + room, target.max_positions)
+    cache = target.new_cache(capacity)
+    started = time.perf_counter()
+    if proposer is not None:
+        proposer.start(prompt_ids, capacity)
+    logits_1V = target.forward(torch.tensor(prompt_ids, device=target.device), cache, last_only=True)
+    int(logits_1V.argmax(-1))  # a GPU has read the prompt only now
+    return Reading(prompt_ids, cache, logits_1V, time.perf_counter() - started)
+
+
 def generate(
     target: Decoder,
     prompt_ids: list[int],
@@ -59,30 +92,26 @@ def generate(
     sampling: Sampling,
     generator: torch.Generator | None,
     ignore_end: bool,
+    reading: Reading | None = None,
 ) -> Generation:
     """Continue `prompt_ids` by at most `max_new_tokens`. `generator` lives on the target's device (None if greedy).
 
-    Near the context's limit of target or draft, fewer tokens are drafted, and plain steps end the answer. Raises
-    ContextFull when the prompt leaves no room for one token, ValueError when it is empty.
+    `reading`: of this prompt, with `room_for` these tokens and by this proposer; None reads it here. Near the context's
+    limit of target or draft, fewer tokens are drafted, and plain steps end the answer. Raises what `read` raises.
     """
-    if not prompt_ids:
-        raise ValueError("the prompt is empty; give at least one token")
-    if len(prompt_ids) >= target.max_positions:
-        raise ContextFull(
-            f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of {target.max_positions}; shorten it"
-        )
     assert (draft_len == 0) == (proposer is None)
     stop_ids = frozenset() if ignore_end else end_ids
-    capacity = min(len(prompt_ids) + max_new_tokens + draft_len + 1, target.max_positions)
-    cache = target.new_cache(capacity)
+    room = room_for(max_new_tokens, draft_len)
+    if reading is None:
+        reading = read(target, prompt_ids, room, proposer)
+    cache, logits_1V = reading.cache, reading.logits_1V
+    assert reading.prompt_ids == prompt_ids and cache.capacity >= min(len(prompt_ids) + room, target.max_positions)
+    cache.rollback(len(prompt_ids))
     started = time.perf_counter()
-    if proposer is not None:
-        proposer.start(prompt_ids, capacity)
-    logits_1V = target.forward(torch.tensor(prompt_ids, device=target.device), cache, last_only=True)
     first_1 = logits_1V.argmax(-1) if sampling.greedy else draw(distribution(logits_1V, sampling), generator)
     committed = [*prompt_ids, int(first_1)]
     now = time.perf_counter()
-    out = Generation(ids=[], ttft_s=now - started)
+    out = Generation(ids=[], ttft_s=reading.seconds + now - started)
     if committed[-1] in stop_ids:
         out.stop = "end"
     while out.stop != "end" and len(committed) - len(prompt_ids) < max_new_tokens:
@@ -105,6 +134,11 @@ def generate(
     out.ids = committed[len(prompt_ids) :]
     assert len(out.ids) == 1 + sum(r.accepted for r in out.rounds) + len(out.rounds) - out.cut
     return out
+
+
+def room_for(max_new_tokens: int, draft_len: int) -> int:
+    """Positions beyond the prompt that an answer may touch."""
+    return max_new_tokens + draft_len + 1
 
 
 def one_round(

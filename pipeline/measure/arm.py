@@ -5,6 +5,7 @@ Legend: T tokens, V vocabulary, n tokens of one forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from pipeline import config, provenance
 from pipeline.checkpoint.load import dense_from_of, load_decoder
 from pipeline.engine.decoder import Decoder
-from pipeline.engine.generate import Generation, generate
+from pipeline.engine.generate import Generation, Reading, generate, read, room_for
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposer
 from pipeline.engine.replay import KeptAt, kept_from_hits
 from pipeline.engine.sample import Sampling
@@ -66,7 +67,12 @@ class Arm:
             vocab_ids=None if vocab is None else provenance.read_json(Path(vocab))["ids"],
         )
 
-    def generate(self, prompt_ids: list[int], ask: Ask) -> Generation:
+    def read(self, prompt_ids: list[int], asks: Sequence[Ask]) -> Reading:
+        """A prompt read once, by the draft as well if one of `asks` drafts, for all of their answers."""
+        room = max(room_for(ask.max_new_tokens, ask.draft_len) for ask in asks)
+        return read(self.target, prompt_ids, room, self.proposer if any(ask.draft_len for ask in asks) else None)
+
+    def generate(self, prompt_ids: list[int], ask: Ask, reading: Reading | None = None) -> Generation:
         """One answer, with the identities of the protocol asserted on it."""
         sampling = _sampling(ask.sampling)
         generator = None
@@ -82,8 +88,9 @@ class Arm:
             sampling=sampling,
             generator=generator,
             ignore_end=ask.ignore_end,
+            reading=reading,
         )
-        room = len(prompt_ids) + ask.max_new_tokens + ask.draft_len + 1
+        room = len(prompt_ids) + room_for(ask.max_new_tokens, ask.draft_len)
         self.longest_tokens = max(self.longest_tokens, min(room, self.target.max_positions))
         self._check(done, ask, room)
         return done

@@ -16,6 +16,7 @@ from pipeline.measure.verdict import Judgement, LogitGaps, Lossless, grade_lossl
 from pipeline.progress import bar
 
 if TYPE_CHECKING:
+    from pipeline.engine.generate import Reading
     from pipeline.engine.replay import KeptAt
     from pipeline.measure.arm import Arm
 
@@ -41,9 +42,11 @@ class DraftSweep:
     seed: int
     traced: list[Traced] = field(default_factory=list)
 
-    def answer(self, prompt: Prompt, draft_len: int) -> Answer:
-        ask = Ask(draft_len, self.settings.max_new_tokens, ignore_end=False, sampling=self.settings.sampling)
-        return Answer.of(prompt, draft_len, asdict(self.arm.generate(prompt.ids, ask)))
+    def ask(self, draft_len: int) -> Ask:
+        return Ask(draft_len, self.settings.max_new_tokens, ignore_end=False, sampling=self.settings.sampling)
+
+    def answer(self, prompt: Prompt, draft_len: int, reading: Reading | None = None) -> Answer:
+        return Answer.of(prompt, draft_len, asdict(self.arm.generate(prompt.ids, self.ask(draft_len), reading)))
 
     def trace(self) -> None:
         """Plain answers, and one teacher-forced pass of the draft over each."""
@@ -82,13 +85,22 @@ class DraftSweep:
         return [batch_point(b, s, {k: emitted[k] for k in lens}, self.seed) for b, s in seconds.items()]
 
     def time(self, draft_lens: Sequence[int]) -> Blocks:
-        """Time every K in interleaved blocks, each over the prompts of its turn."""
+        """Time every K in interleaved blocks, each over the prompts of its turn, which are read once for all K."""
         timing = self.settings.timing
+        readings: dict[str, Reading] = {}
+
+        def read(prompt: Prompt) -> Reading:
+            if prompt.id not in readings:
+                readings.clear()
+                readings[prompt.id] = self.arm.read(prompt.ids, [self.ask(k) for k in draft_lens])
+            return readings[prompt.id]
 
         def timed(draft_len: int) -> Callable[[int, int], list[Answer]]:
-            return lambda index, turn: [
-                self.answer(self.prompts.block(index, timing.block_prompts_per_category)[turn], draft_len)
-            ]
+            def answers(index: int, turn: int) -> list[Answer]:
+                prompt = self.prompts.block(index, timing.block_prompts_per_category)[turn]
+                return [self.answer(prompt, draft_len, read(prompt))]
+
+            return answers
 
         def precise(blocks: list[Block]) -> bool:
             totals = totals_of(blocks)
@@ -96,7 +108,7 @@ class DraftSweep:
             return precise_enough(ratios, timing.precision)
 
         for k in draft_lens:  # warm-up with the same shapes; what it returns is not used
-            self.answer(self.prompts.all[0], k)
+            self.answer(self.prompts.all[0], k, read(self.prompts.all[0]))
         return run_blocks(
             {str(k): timed(k) for k in draft_lens},
             turns=len(self.prompts.block(0, timing.block_prompts_per_category)),

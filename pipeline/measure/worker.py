@@ -173,11 +173,13 @@ def die_with_parent(parent_pid: int, by: signal.Signals) -> None:
 
 
 def commands_of(arm: Arm) -> dict[str, Callable[..., Any]]:
-    def generate(prompt_ids: list[int], ask: dict[str, Any]) -> dict[str, Any]:
-        return asdict(arm.generate(prompt_ids, Ask.from_json(ask)))
+    def answers(prompt_ids: list[int], asks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        chosen = [Ask.from_json(ask) for ask in asks]
+        reading = arm.read(prompt_ids, chosen)
+        return [asdict(arm.generate(prompt_ids, ask, reading)) for ask in chosen]
 
     return {
-        "generate": generate,
+        "answers": answers,
         "gaps": lambda **k: asdict(arm.gaps(**k)),
         "dense_from": arm.dense_from,
         "describe": arm.describe,

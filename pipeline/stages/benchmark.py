@@ -169,14 +169,16 @@ class Driver:
         tokens = self.settings.forced_new_tokens if forced else self.settings.max_new_tokens
         return Ask(self.rows[name].draft_len, tokens, forced, self.speculate.sampling)
 
-    def generate(self, name: str, worker: Worker, protocol: str, prompt: Prompt) -> Answer:
-        ask = self.ask(name, protocol)
-        done = worker.call("generate", prompt_ids=prompt.ids, ask=asdict(ask))
-        return Answer.of(prompt, ask.draft_len, done)
+    def answers(self, name: str, worker: Worker, prompt: Prompt) -> dict[str, Answer]:
+        """By protocol, from one reading of the prompt. Plain rows answer at forced length as well."""
+        protocols = [NATURAL] if self.rows[name].speculative else [NATURAL, FORCED]
+        asks = [self.ask(name, protocol) for protocol in protocols]
+        done = worker.call("answers", prompt_ids=prompt.ids, asks=[asdict(ask) for ask in asks])
+        return {p: Answer.of(prompt, ask.draft_len, d) for p, ask, d in zip(protocols, asks, done, strict=True)}
 
     def warm_up(self, name: str, worker: Worker) -> None:
         """Once with the shapes to come; not timed."""
-        self.generate(name, worker, NATURAL, self.prompts.all[0])
+        self.answers(name, worker, self.prompts.all[0])
 
     def bandwidth(self) -> float:
         worker = Worker("bandwidth", None)
@@ -194,11 +196,10 @@ class Driver:
         turns = len(self.prompts.block(0, per_category)) if self.resident else 1
 
         def timed(name: str) -> Callable[[int, int], Sample]:
-            protocols = [NATURAL] if self.rows[name].speculative else [NATURAL, FORCED]
-
             def sample(index: int, turn: int) -> Sample:
                 worker, prompts = workers[name], self.prompts.block(index, per_category)[turn::turns]
-                answers = {p: [self.generate(name, worker, p, prompt) for prompt in prompts] for p in protocols}
+                done = [self.answers(name, worker, prompt) for prompt in prompts]
+                answers = {protocol: [own[protocol] for own in done] for protocol in done[0]}
                 ledger = worker.call("ledger", budgets_bytes=self.settings.memory_budgets_bytes)
                 return Sample(answers, worker.call("describe"), ledger, worker.call("read_bytes"))
 
