@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import os
@@ -246,6 +247,39 @@ def test_interaction_names_the_factor_by_hand(tmp_path):
     assert f"checking × {with_checking / base:.2f}" in found
 
 
+def test_an_interaction_is_claimed_only_where_the_control_shows_it_too(tmp_path):
+    def both(control):
+        def change(metrics):
+            metrics["interaction"]["gptq"] = {"value": 0.9, "low": 0.85, "high": 0.95}
+            metrics["interaction_control"]["gptq"] = control
+
+        text = text_of(tmp_path / str(control["high"]), benchmark=change)
+        return next(li for li in text.splitlines() if li.startswith("- `gptq`: 0.90"))
+
+    assert "together they gain less than the product" in both({"value": 0.91, "low": 0.86, "high": 0.96})
+    assert "no departure from 1 that both show" in both({"value": 0.93, "low": 0.85, "high": 1.02})
+    assert "no departure from 1 that both show" in both({"value": 1.1, "low": 1.05, "high": 1.2})
+
+
+def test_speculation_that_decodes_faster_need_not_shorten_an_answer(tmp_path):
+    def change(metrics):
+        spec = metrics["arms"]["base_spec"]
+        spec["over_plain"] = {"value": 1.1, "low": 1.05, "high": 1.15}
+        spec["answer_over_plain"] = {"value": 0.995, "low": 0.97, "high": 1.02}
+
+    found = speed_text(tmp_path / "a", change)
+    assert "speculation decodes at 1.10" in found and "a whole answer is not told from a plain one" in found
+    assert "speculation pays: 1.10" in speed_text(tmp_path / "b", change, objective="throughput")
+
+
+def speed_text(folder, change, objective="latency"):
+    from pipeline.reporting import headline
+
+    study = study_of(folder, benchmark=change)
+    decided = dataclasses.replace(study.recommendation, objective=objective)
+    return headline.speculation(study.rows["base"], dataclasses.replace(study, recommendation=decided))
+
+
 def test_figure_names_are_pushed_apart_in_order():
     assert figures.spread({"a": 1.0, "b": 1.01, "c": 3.0}, 0.2) == {"a": 1.0, "b": 1.2, "c": 3.0}
 
@@ -306,10 +340,10 @@ def over_plain(**gains):
     """Edits base_spec's gain over plain decoding by kind of prompt; the noise floor is 2 % either way."""
 
     def change(metrics):
-        metrics["noise_floor"] = {"value": 1.0, "low": 0.98, "high": 1.02}
         for category, (value, low, high) in gains.items():
             entry = metrics["arms"]["base_spec"]["by_category"][category]
             entry["over_plain"] = {"value": value, "low": low, "high": high}
+            metrics["noise_floor_by_category"][category] = {"value": 1.0, "low": 0.98, "high": 1.02}
 
     return {"benchmark": change}
 

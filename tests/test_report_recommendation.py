@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.config import Report
 from pipeline.measure.statistics import Interval
-from pipeline.reporting.recommendation import answer_speedup, claimable, recommend
+from pipeline.reporting.recommendation import claimable, recommend
 from pipeline.reporting.rows import Row
 
 QUIET = Interval(1.0, 0.99, 1.01)
@@ -23,7 +23,7 @@ def near(value, half=0.01):
     return Interval(value, value / (1 + half), value * (1 + half))
 
 
-def row(name, speedup, *, mib=100, ppl=10.0, draft_mib=None, verdict="OK", accuracy=0.5, ttft_ms=100.0, **changes):
+def row(name, speedup, *, mib=100, ppl=10.0, draft_mib=None, verdict="OK", accuracy=0.5, **changes):
     made = Row(
         name=name,
         target=name.removesuffix("_spec"),
@@ -34,11 +34,15 @@ def row(name, speedup, *, mib=100, ppl=10.0, draft_mib=None, verdict="OK", accur
         weight_bytes=mib * 2**20,
         draft_weight_bytes=None if draft_mib is None else draft_mib * 2**20,
         peak_memory_bytes=3 * mib * 2**20,
-        ttft_ms=near(ttft_ms),
+        ttft_ms=near(100.0),
         tpot_ms=near(10 / speedup),
         decode_tok_per_s=near(100 * speedup),
         speedup=Interval(1.0, 1.0, 1.0) if name == "base" else near(speedup),
         over_plain=None,
+        answer_ms=None,
+        answer_speedup=None,
+        answer_over_plain=None,
+        ttft_speedup=None,
         acceptance_rate=None,
         lossless=None,
         token_ppl=ppl,
@@ -52,9 +56,9 @@ def row(name, speedup, *, mib=100, ppl=10.0, draft_mib=None, verdict="OK", accur
     return dataclasses.replace(made, **changes)
 
 
-def decide(*rows, limits=NO_LIMITS, noise_floor=QUIET, answer_tokens=11, **changes):
+def decide(*rows, limits=NO_LIMITS, noise_floor=QUIET, answer_floor=QUIET, **changes):
     found = {r.name: r for r in rows}
-    return recommend(found, dataclasses.replace(limits, **changes), noise_floor, answer_tokens)
+    return recommend(found, dataclasses.replace(limits, **changes), noise_floor, answer_floor)
 
 
 def test_the_fastest_row_that_qualifies_wins_and_the_next_is_the_alternative():
@@ -142,21 +146,14 @@ def test_memory_counts_the_draft_and_knows_no_noise():
     assert found.gains["gptq_spec"].value == pytest.approx(100 / 41)
 
 
-def test_latency_weighs_the_prompt_too():
-    """100 + 10 x 10 = 200 ms for base; gptq decodes 4 times faster after twice the prefill: 200 + 25 = 225 ms."""
-    base, gptq = row("base", 1.0), row("gptq", 4.0, ttft_ms=200.0)
-    assert answer_speedup(gptq, base, 11).value == pytest.approx(200 / 225)
-    assert decide(base, gptq, objective="latency").choice == "base"
-    assert decide(base, gptq, objective="latency", answer_tokens=101).choice == "gptq"
-    assert decide(base, gptq, objective="throughput").choice == "gptq"
-
-
-def test_latency_interval_takes_the_worse_ends_together():
-    base, gptq = row("base", 1.0), row("gptq", 2.0, ttft_ms=100.0)
-    found = answer_speedup(gptq, base, 11)
-    first = math.exp(math.sqrt(2) * math.log(1.01))
-    assert found.low == pytest.approx(200 / (100 * first + 100 / (2 / 1.01)))
-    assert found.high == pytest.approx(200 / (100 / first + 100 / (2 * 1.01)))
+def test_latency_is_decided_by_whole_answers_beside_their_own_control():
+    rows = row("base", 1.0), row("gptq", 4.0, answer_speedup=near(0.9))
+    assert decide(*rows, objective="latency").choice == "base"
+    assert decide(*rows, objective="throughput").choice == "gptq"
+    faster = row("base", 1.0), row("gptq", 1.0, answer_speedup=near(1.2))
+    assert decide(*faster, objective="latency", noise_floor=Interval(1.0, 0.5, 2.0)).choice == "gptq"
+    tie = decide(*faster, objective="latency", answer_floor=Interval(1.0, 0.75, 1.1))
+    assert set(tie.ties) | {tie.choice} == {"base", "gptq"}, "1.2 is within 1 / 0.75"
 
 
 def test_pareto_front_by_hand():

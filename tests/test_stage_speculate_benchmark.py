@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from statistics import median
 
 import measure_fixtures as tiny
 import pytest
@@ -294,8 +295,28 @@ def test_memory_ceilings_noise_and_interaction_are_there(found):
         for name in ("weight_bytes", "peak_memory_bytes", "peak_load_memory_bytes", "workspace_bytes"):
             assert ledger[name] or ledger["null_reasons"][name]
         assert arm["ceiling_tok_per_s"] * arm["read_bytes_per_token"] == pytest.approx(found["bandwidth_bytes_per_s"])
-    for interval in (found["noise_floor"], found["interaction"]["gptq"], found["interaction"]["awq"]):
+    floors = [found["noise_floor"], found["noise_floor_answer"], *found["noise_floor_by_category"].values()]
+    for interval in (*floors, *found["interaction"].values(), *found["interaction_control"].values()):
         assert 0 < interval["low"] <= interval["value"] <= interval["high"]
+
+
+def test_latency_is_paired_block_by_block_as_by_hand(found, study):
+    """Of each kept block: mean time to the first token, and the further tokens at its decode rate, over base's."""
+    rows = [json.loads(line) for line in (study / "out_matrix" / "blocks.jsonl").read_text().splitlines()]
+
+    def seconds(arm, block):
+        own = [r for r in rows if (r["arm"], r["block"], r["protocol"]) == (arm, block, "natural")]
+        rate = sum(r["new_tokens"] - 1 for r in own) / sum(r["decode_s"] for r in own)
+        first = sum(r["ttft_s"] for r in own) / len(own)
+        return first, first + (found["answer_tokens"] - 1) / rate
+
+    blocks = sorted({r["block"] for r in rows if r["kept"]})
+    for arm, under in (("base_spec", "base"), ("gptq", "base"), ("awq_spec", "awq")):
+        first, whole = ([seconds(under, b)[i] / seconds(arm, b)[i] for b in blocks] for i in (0, 1))
+        name = "answer_over_plain" if arm == "awq_spec" else "answer_speedup"
+        assert found["arms"][arm][name]["value"] == pytest.approx(median(whole))
+        if under == "base":
+            assert found["arms"][arm]["ttft_speedup"]["value"] == pytest.approx(median(first))
 
 
 def test_every_generation_is_on_file(found, study):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import mean
 from typing import Any
 
 from pipeline.config import Benchmark
@@ -92,13 +93,41 @@ class Matrix:
         row = self.rows[name]
         return self.ratio([name], [row.target], NATURAL, category) if row.speculative else None
 
-    @property
-    def noise_floor(self) -> Interval | None:
-        return self.ratio([CONTROL], ["base"], NATURAL, None)
+    def noise_floor(self, category: str | None) -> Interval | None:
+        return self.ratio([CONTROL], ["base"], NATURAL, category)
 
-    def interaction(self, target: str) -> Interval | None:
-        """speedup(quantized + speculative) / (speedup(quantized) x speedup(speculative)), block by block."""
-        return self.ratio([f"{target}_spec", "base"], [target, "base_spec"], NATURAL, None)
+    def interaction(self, target: str, base: str) -> Interval | None:
+        """speedup(quantized + speculative) / (speedup(quantized) x speedup(speculative)), block by block.
+
+        `base` or its second copy, the control: what one says and the other does not is noise.
+        """
+        return self.ratio([f"{target}_spec", base], [target, "base_spec"], NATURAL, None)
+
+    def first_s(self, name: str) -> list[float]:
+        """Block by block: mean time to the first token over its prompts."""
+        return [mean([a.ttft_s for a in s.answers[NATURAL]]) for s in self.samples(name)]
+
+    def answer_s(self, name: str) -> list[float]:
+        """Block by block: time of an answer of `max_new_tokens`, its first token included."""
+        rates = [t[name].rate for t in self.totals(NATURAL, None)]
+        more = self.settings.max_new_tokens - 1
+        return [first + more / rate for first, rate in zip(self.first_s(name), rates, strict=True)]
+
+    def latency(self, name: str) -> dict[str, Interval | None]:
+        """Of an answer (`answer_s`) and of its first token, each beside `base`'s of the same block; above 1 = faster.
+
+        `answer_over_plain`: against plain decoding of the same target; None for plain rows.
+        """
+        row = self.rows[name]
+        faster = lambda under, times: median_interval(  # noqa: E731
+            [b / a for a, b in zip(times(name), times(under), strict=True)], self.seed
+        )
+        return {
+            "answer_ms": median_interval([1e3 * s for s in self.answer_s(name)], self.seed),
+            "answer_speedup": faster("base", self.answer_s),
+            "answer_over_plain": faster(row.target, self.answer_s) if row.speculative else None,
+            "ttft_speedup": faster("base", self.first_s),
+        }
 
     def speeds(self, name: str, protocol: str) -> dict[str, Interval]:
         rates = [t[name].rate for t in self.totals(protocol, None)]
@@ -198,6 +227,7 @@ def row_metrics(matrix: Matrix, name: str, texts: Sequence[str], graded: Lossles
         "forced": forced,
         "speedup": speedup,
         "over_plain": matrix.over_plain(name, None),
+        **matrix.latency(name),
         "by_category": matrix.by_category(name),
         "acceptance_rate": counts.acceptance_rate,
         "mean_emitted_per_round": counts.mean_emitted_per_round if row.speculative else None,
@@ -214,8 +244,8 @@ def void_metrics(row: Row) -> dict[str, Any]:
     assert row.void is not None
     measured = (
         "draft", "readback", "draft_readback", "ttft_ms", "tpot_ms", "decode_tok_per_s", "forced", "speedup",
-        "over_plain", "acceptance_rate", "mean_emitted_per_round", "read_bytes_per_token", "ceiling_tok_per_s",
-        "ceiling_share",
+        "over_plain", "answer_ms", "answer_speedup", "answer_over_plain", "ttft_speedup", "acceptance_rate",
+        "mean_emitted_per_round", "read_bytes_per_token", "ceiling_tok_per_s", "ceiling_share",
     )  # fmt: skip
     ledger = ("weight_bytes", "draft_weight_bytes", "peak_memory_bytes", "peak_load_memory_bytes", "workspace_bytes")
     return {
@@ -278,7 +308,7 @@ def judge(
         if ratio is not None and not ratio.relative_half_width <= timing.precision:
             wide = f"+-{100 * ratio.relative_half_width:.0f} %, asked +-{100 * timing.precision:g} %"
             judgement.add("UNDECIDED", f"{protocol} speedup: interval {wide}")
-    if speedup is not None and not differs_from_one(speedup, matrix.noise_floor):
+    if speedup is not None and not differs_from_one(speedup, matrix.noise_floor(None)):
         judgement.note("its speed does not differ from base's beyond the noise floor")
 
 

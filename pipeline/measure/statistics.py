@@ -14,6 +14,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 4000
+SMOOTHING = 1.75  # of the median's standard error; with fewer than 5 blocks no value of it gives 95 %
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ def median_interval(values: Sequence[float], seed: int) -> Interval:
     """Median of positive values, one a block, and its 95 % interval by a smoothed bootstrap of their logarithms.
 
     Resampled medians of a few values take few distinct values, so their plain percentiles cover less than they claim
-    (92 % at 8 blocks); noise of the size of the median's own standard error (Efron 1982, section 5.3) mends that. Its
+    (92 % at 8 blocks); noise of the order of the median's own standard error (Efron 1982, section 5.3) mends that. Its
     scale comes from the median absolute deviation, which a disturbed block does not move. NaN values are left out.
+    Simulated coverage from 5 blocks on: 93 to 97 % (tests); with 3 blocks it is 90 %.
     """
     logs_N = np.log(np.array([v for v in values if v > 0 and math.isfinite(v)], dtype=np.float64))
     n = len(logs_N)
@@ -72,7 +74,7 @@ def median_interval(values: Sequence[float], seed: int) -> Interval:
         return Interval(math.exp(center), math.nan, math.nan)
     generator = np.random.default_rng(seed)
     spread = 1.4826 * float(np.median(np.abs(logs_N - center)))
-    bandwidth = 2 * spread / math.sqrt(n)
+    bandwidth = SMOOTHING * spread / math.sqrt(n)
     resampled_RN = logs_N[generator.integers(0, n, (RESAMPLES, n))]
     medians_R = np.median(resampled_RN + bandwidth * generator.standard_normal((RESAMPLES, n)), axis=1)
     tail = (1 - CONFIDENCE) / 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pipeline.measure.statistics import differs_from_one
 from pipeline.reporting import markdown, numbers
 from pipeline.reporting.numbers import fixed, interval, na, number, ratio, share, signed_interval, stacked
-from pipeline.reporting.recommendation import answer_ms
 from pipeline.reporting.rows import Row
 from pipeline.reporting.study import Study
 
@@ -81,7 +80,13 @@ def speculation(row: Row, study: Study) -> str:
     shown = f"{ratio(gained)} times the speed of plain decoding at K = {spec.draft_len}"
     if not differs_from_one(gained, study.floor):
         return f"speculation makes no difference beyond the noise floor: {shown}"
-    return f"speculation pays: {shown}" if gained.value > 1 else f"speculation does not pay here: {shown}"
+    if gained.value < 1:
+        return f"speculation does not pay here: {shown}"
+    whole = spec.answer_over_plain
+    if study.recommendation.objective == "latency" and whole and not differs_from_one(whole, study.answer_floor):
+        decoded = f"speculation decodes at {shown}"
+        return f"{decoded}, but a whole answer is not told from a plain one ({ratio(whole)} times as fast)"
+    return f"speculation pays: {shown}"
 
 
 def context(study: Study) -> str:
@@ -111,7 +116,7 @@ def answer_times(study: Study) -> str:
     if study.choice is None or study.recommendation.objective != "latency":
         return ""
     tokens = study.config.benchmark.max_new_tokens
-    ours, base = (answer_ms(r, tokens) for r in (study.choice, study.rows["base"]))
+    ours, base = (r.answer_ms and r.answer_ms.value for r in (study.choice, study.rows["base"]))
     against = "" if study.choice.name == "base" else f" against {number(base)} ms for `base`"
     return f"; {tokens} tokens take {number(ours)} ms{against}"
 

@@ -33,11 +33,13 @@ class Recommendation:
     pareto_front: tuple[str, ...]
 
 
-def recommend(rows: dict[str, Row], limits: Report, noise_floor: Interval | None, answer_tokens: int) -> Recommendation:
-    """`answer_tokens`: length of the answer whose latency counts. `rows` holds `base`."""
+def recommend(
+    rows: dict[str, Row], limits: Report, noise_floor: Interval | None, answer_floor: Interval | None
+) -> Recommendation:
+    """`rows` holds `base`. The A/A control's ratios: `noise_floor` of decode speed, `answer_floor` of latency."""
     speed_floor = claimable(noise_floor)
-    floor = None if limits.objective == "memory" else speed_floor
-    gains = {name: g for name, row in rows.items() if (g := gain(row, rows["base"], limits, answer_tokens))}
+    floor = {"memory": None, "latency": claimable(answer_floor), "throughput": speed_floor}[limits.objective]
+    gains = {name: g for name, row in rows.items() if (g := gain(row, rows["base"], limits))}
     failures = {name: f for name, row in rows.items() if (f := failed(row, rows["base"], limits, name in gains))}
     able = sorted((n for n in rows if n not in failures), key=lambda n: -gains[n].value)
     front = pareto_front(rows, speed_floor)
@@ -64,7 +66,7 @@ def claimable(noise_floor: Interval | None) -> Interval:
     return Interval(1.0, 1 / widest, widest)
 
 
-def gain(row: Row, base: Row, limits: Report, answer_tokens: int) -> Interval | None:
+def gain(row: Row, base: Row, limits: Report) -> Interval | None:
     """The objective as a ratio over base, above 1 = better; None when it was not measured.
 
     latency: time of one answer (prefill and decode); throughput: decode speed of one stream; memory: weights held.
@@ -72,32 +74,9 @@ def gain(row: Row, base: Row, limits: Report, answer_tokens: int) -> Interval | 
     if limits.objective == "memory":
         ratio = base.resident_bytes / row.resident_bytes if base.resident_bytes and row.resident_bytes else None
         return None if ratio is None else Interval(ratio, ratio, ratio)
-    if limits.objective == "throughput" or row.name == base.name:
-        return row.speedup
-    return answer_speedup(row, base, answer_tokens)
-
-
-def answer_speedup(row: Row, base: Row, answer_tokens: int) -> Interval | None:
-    """Base's time for an answer over the row's, from the paired decode speedup and both times to first token."""
     if row.name == base.name:
         return EXACTLY_ONE
-    if row.speedup is None or row.ttft_ms is None or base.ttft_ms is None or base.tpot_ms is None:
-        return None
-    decode_ms = (answer_tokens - 1) * base.tpot_ms.value
-    first, first_ms = over(row.ttft_ms, base.ttft_ms), base.ttft_ms.value
-
-    def ratio(first_ratio: float, speedup: float) -> float:
-        return (first_ms + decode_ms) / (first_ms * first_ratio + decode_ms / speedup)
-
-    return Interval(
-        ratio(first.value, row.speedup.value), ratio(first.high, row.speedup.low), ratio(first.low, row.speedup.high)
-    )
-
-
-def answer_ms(row: Row, answer_tokens: int) -> float | None:
-    if row.ttft_ms is None or row.tpot_ms is None:
-        return None
-    return row.ttft_ms.value + (answer_tokens - 1) * row.tpot_ms.value
+    return row.speedup if limits.objective == "throughput" else row.answer_speedup
 
 
 def failed(row: Row, base: Row, limits: Report, has_gain: bool) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ from pipeline.reporting import checks
 from pipeline.reporting.numbers import change_pct, interval_of, is_finite
 from pipeline.reporting.records import TARGETS, Records
 
-SPEEDS = ("ttft_ms", "tpot_ms", "decode_tok_per_s", "speedup", "over_plain")
+RATIOS = ("speedup", "over_plain", "answer_speedup", "answer_over_plain", "ttft_speedup")
+SPEEDS = ("ttft_ms", "tpot_ms", "decode_tok_per_s", "answer_ms", *RATIOS)
 # a VOID row's speeds say nothing; those of a row measured under other conditions enter no ratio
-HIDDEN = {"VOID": SPEEDS, "NOT COMPARABLE": ("speedup", "over_plain")}
+HIDDEN = {"VOID": SPEEDS, "NOT COMPARABLE": RATIOS}
 ARMS = tuple(arm for target in TARGETS for arm in (target, f"{target}_spec"))
 
 
@@ -21,7 +22,8 @@ ARMS = tuple(arm for target in TARGETS for arm in (target, f"{target}_spec"))
 class Row:
     """One configuration. Quality is that of the target model: drafts never score.
 
-    `speedup`: over `base`; `over_plain`: of a speculative row over plain decoding of its own target.
+    `speedup`: over `base`; `over_plain`: of a speculative row over plain decoding of its own target. `answer_...`: of
+    the time of a whole answer, its first token included; `ttft_speedup`: of that first token's.
     """
 
     name: str
@@ -38,6 +40,10 @@ class Row:
     decode_tok_per_s: Interval | None
     speedup: Interval | None
     over_plain: Interval | None
+    answer_ms: Interval | None
+    answer_speedup: Interval | None
+    answer_over_plain: Interval | None
+    ttft_speedup: Interval | None
     acceptance_rate: float | None
     lossless: str | None
     token_ppl: float | None

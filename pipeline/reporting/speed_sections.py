@@ -7,7 +7,6 @@ from typing import Any
 from pipeline.measure.statistics import Interval, differs_from_one
 from pipeline.reporting import markdown, numbers
 from pipeline.reporting.numbers import fixed, interval, interval_of, na, number, ratio, share
-from pipeline.reporting.recommendation import answer_ms
 from pipeline.reporting.records import TARGETS
 from pipeline.reporting.study import Study
 
@@ -18,18 +17,24 @@ def trade_off(study: Study) -> str:
     rows = [
         [
             f"**`{name}`**" if name == chosen.choice else f"`{name}`",
-            number(answer_ms(row, tokens), row.verdict),
+            number(row.answer_ms and row.answer_ms.value, row.verdict),
+            "1" if name == "base" else ratio(row.ttft_speedup, row.verdict),
             ratio(chosen.gains.get(name), row.verdict),
             "; ".join(chosen.failures[name]) if name in chosen.failures else "yes",
         ]
         for name, row in study.rows.items()
     ]
-    headers = ["row", f"answer of {tokens} tokens, ms", f"gain over `base` ({chosen.objective})", "meets every limit"]
+    headers = [
+        "row", f"answer of {tokens} tokens, ms", "first token over `base`", f"gain over `base` ({chosen.objective})",
+        "meets every limit",
+    ]  # fmt: skip
     return markdown.section(
         "Quality, speed and memory",
         markdown.picture(study.figures, "trade-off", "Speed, weights held and perplexity of the six rows"),
         f"Open marks are plain decoding, filled ones speculative; bold is the recommendation. On the front (\\*), "
-        f"where no other row is at least as good in all three and better in one: {front}.",
+        f"where no other row is at least as good in all three and better in one: {front}. An answer takes the "
+        f"time to its first token and that of {tokens - 1} more; **gain** and **first token** (above 1 = sooner) are "
+        "medians of ratios within blocks, and so not the ratios of the medians beside them.",
         markdown.table(headers, rows, left=1),
     )
 
@@ -59,7 +64,7 @@ def advice(study: Study) -> str:
         kinds: dict[str, list[str]] = {"speculate for": [], "not for": [], "no difference shown for": []}
         for category, found in study.arms[row.name]["by_category"].items():
             gained = interval_of(found["over_plain"])
-            if gained is None or not differs_from_one(gained, study.floor):
+            if gained is None or not differs_from_one(gained, study.category_floor(category)):
                 kind = "no difference shown for"
             else:
                 kind = "speculate for" if gained.value > 1 else "not for"
@@ -204,23 +209,28 @@ def interactions(study: Study) -> str:
     """Whether the two gains multiply, and which factor of the prediction keeps them from it."""
     lines = []
     for target in TARGETS[1:]:
-        iv = interval_of(study.records.metrics("benchmark")["interaction"].get(target))
+        measured = study.records.metrics("benchmark")
+        iv, control = (
+            interval_of(measured.get(name, {}).get(target)) for name in ("interaction", "interaction_control")
+        )
         four = [study.rows[n] for n in ("base", "base_spec", target, f"{target}_spec")]
         if bad := [r for r in four if r.verdict != "OK"]:
             lines.append(f"`{target}`: {na(', '.join(f'`{r.name}` is {r.verdict}' for r in bad))}.")
         else:
-            lines.append(f"`{target}`: {ratio(iv)}: {_reading(iv, study)}{cause(study, target)}")
+            both = f"{ratio(iv)}, with the control {ratio(control)}"
+            lines.append(f"`{target}`: {both}: {_reading(iv, control)}{cause(study, target)}")
     return (
         "**Do the gains multiply?** Interaction = speedup of quantized and speculative together over the product of "
-        "both alone; 1 = they multiply.\n\n" + markdown.bullets(lines)
+        "both alone; 1 = they multiply. Four rows enter it, so the control is the same number with the second copy of "
+        "`base` in its place: a departure from 1 is claimed where both show it.\n\n" + markdown.bullets(lines)
     )
 
 
-def _reading(iv: Interval | None, study: Study) -> str:
-    if iv is None:
+def _reading(iv: Interval | None, control: Interval | None) -> str:
+    if iv is None or control is None:
         return "not known."
-    if not differs_from_one(iv, study.floor):
-        return "no departure from 1 beyond the noise floor."
+    if not all(differs_from_one(i, None) for i in (iv, control)) or (iv.value > 1) != (control.value > 1):
+        return "no departure from 1 that both show."
     return "together they gain more than the product." if iv.value > 1 else "together they gain less than the product."
 
 

@@ -32,8 +32,9 @@ class Study:
     def gather(cls, sections: dict[str, Any], records: Records, figures: str, sweep: tuple[Point, ...] = ()) -> Study:
         config = SimpleNamespace(**sections)
         built = rows.build(records)
-        noise_floor = interval_of(records.metrics("benchmark").get("noise_floor"))
-        chosen = recommend(built, config.report, noise_floor, config.benchmark.max_new_tokens)
+        measured = records.metrics("benchmark")
+        noise_floor = interval_of(measured.get("noise_floor"))
+        chosen = recommend(built, config.report, noise_floor, interval_of(measured.get("noise_floor_answer")))
         return cls(config, records, built, noise_floor, chosen, figures, sweep)
 
     @property
@@ -43,6 +44,16 @@ class Study:
     @property
     def floor(self) -> Interval:
         return claimable(self.noise_floor)
+
+    @property
+    def answer_floor(self) -> Interval:
+        """Of the time of a whole answer."""
+        return claimable(interval_of(self.records.metrics("benchmark").get("noise_floor_answer")))
+
+    def category_floor(self, category: str) -> Interval:
+        """Of the decode speed on prompts of one category."""
+        floors = self.records.metrics("benchmark").get("noise_floor_by_category", {})
+        return claimable(interval_of(floors.get(category)))
 
     @property
     def arms(self) -> dict[str, Any]:

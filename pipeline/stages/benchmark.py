@@ -240,8 +240,12 @@ class Driver:
                 "prompts": {"count": len(self.prompts.all), "sha256": self.prompts.sha256},
                 "bandwidth_bytes_per_s": matrix.bandwidth_bytes_per_s,
                 "arms": arms,
-                "noise_floor": matrix.noise_floor,
-                "interaction": {t: matrix.interaction(t) for t in TARGETS if t != "base"},
+                "answer_tokens": self.settings.max_new_tokens,
+                "noise_floor": matrix.noise_floor(None),
+                "noise_floor_by_category": {c: matrix.noise_floor(c) for c in self.prompts.by_category},
+                "noise_floor_answer": matrix.latency(CONTROL)["answer_speedup"],
+                "interaction": {t: matrix.interaction(t, "base") for t in TARGETS if t != "base"},
+                "interaction_control": {t: matrix.interaction(t, CONTROL) for t in TARGETS if t != "base"},
                 "blocks": {**matrix.blocks.summary(), "resident": self.resident, "memory": self.fit},
             }
         )
