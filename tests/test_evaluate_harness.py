@@ -204,6 +204,13 @@ def test_stage_compares_with_the_baseline(runs):
     assert {m["task_hash"] for m in metrics.values()} == {metrics["base"]["task_hash"]}
 
 
+def test_stage_scores_in_the_engine_that_serves_and_says_how_far_that_of_the_tasks_is(runs):
+    _, metrics = runs
+    assert metrics["base"]["readback"]["engine"] == "lean" and metrics["base"]["tasks_readback"]["engine"] == "hf"
+    found = metrics["other"]["engine_difference"]
+    assert found["tokens"] >= 64 and abs(found["mean_nats"]) <= found["mean_absolute_nats"] < 1e-5, "float32 in both"
+
+
 def test_stage_scores_every_token_but_the_first_of_each_category(runs):
     import pandas as pd
 

@@ -29,7 +29,7 @@ def test_break_even_is_the_acceptance_at_which_the_predicted_speedup_is_one():
 
 def test_the_gain_of_a_batch_is_tokens_over_the_cost_of_a_round_paired_within_repeats():
     # the second repeat ran three times slower throughout, which is not the draft's doing
-    quiet = {0: 2.0, 1: 10.0, 2: 12.0, 5: 32.0}
+    quiet = {-1: 10.0, 0: 2.0, 1: 10.0, 2: 12.0, 5: 32.0}
     found = batch_point(4, [quiet, {n: 3 * s for n, s in quiet.items()}], {1: 1.6, 4: 2.4}, seed=0)
     assert found["gains"]["1"]["value"] == pytest.approx(1.6 * 10 / (2 + 12))
     assert found["gains"]["4"]["value"] == pytest.approx(2.4 * 10 / (4 * 2 + 32))
@@ -39,7 +39,14 @@ def test_the_gain_of_a_batch_is_tokens_over_the_cost_of_a_round_paired_within_re
 
 
 def test_a_batch_in_which_no_draft_length_pays_is_decoded_plain():
-    assert batch_point(16, [{0: 1.0, 1: 10.0, 2: 20.0}] * 3, {1: 1.5}, seed=0)["draft_len"] == 0
+    assert batch_point(16, [{-1: 10.0, 0: 1.0, 1: 10.0, 2: 20.0}] * 3, {1: 1.5}, seed=0)["draft_len"] == 0
+
+
+def test_a_batch_whose_gain_is_no_larger_than_its_controls_noise_is_decoded_plain():
+    repeats = [{-1: 10.0 * noise, 0: 1.0, 1: 10.0, 2: 12.0} for noise in (0.9, 1.0, 1.02, 1.05, 1.1)]
+    gain = 1.36 * 10 / 13
+    assert batch_point(2, repeats, {1: 1.36}, seed=0)["draft_len"] == 0, f"{gain:.3f} is within the control"
+    assert batch_point(2, [r | {-1: 10.0} for r in repeats], {1: 1.36}, seed=0)["draft_len"] == 1
 
 
 def test_predicted_speedup_is_tokens_over_the_cost_of_a_round():

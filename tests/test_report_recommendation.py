@@ -4,8 +4,8 @@ import math
 import pytest
 
 from pipeline.config import Report
-from pipeline.measure.statistics import Interval
-from pipeline.reporting.recommendation import claimable, recommend
+from pipeline.measure.statistics import Interval, claimable
+from pipeline.reporting.recommendation import recommend
 from pipeline.reporting.rows import Row
 
 QUIET = Interval(1.0, 0.99, 1.01)

@@ -85,8 +85,10 @@ def draft_cost_ratio(
     return median([d / t for d, t in zip(seconds["draft"], seconds["target"], strict=True)])
 
 
-# per repeat: a target forward over n tokens of each sequence, n -> seconds, and one draft step of all (0 -> seconds)
+# per repeat, in seconds: a target forward over n tokens of each sequence (n), over one token again (AGAIN), one draft
+# step of all (0)
 BatchSeconds = list[dict[int, float]]
+AGAIN = -1
 
 
 def batch_seconds(
@@ -97,7 +99,8 @@ def batch_seconds(
     draft_lens: Sequence[int],
     repeats: int,
 ) -> dict[int, BatchSeconds] | str:
-    """What a step costs when B sequences share it: for each B the repeats of n = 1 and n = K + 1 and of a draft step.
+    """What a step costs when B sequences share it: for each B the repeats of n = 1 (and of its control, AGAIN), of
+    n = K + 1 and of a draft step.
 
     All sequences stand after the same context. Interleaved within a batch size. A sentence instead where it cannot be
     had: batches run in the engine `lean` only.
@@ -114,6 +117,7 @@ def batch_seconds(
     for batch in batch_sizes:
         steps = {str(n): _timed_batch(target, of_target, batch, context_ids[-n:]) for n in counts}
         steps["0"] = _timed_batch(draft, of_draft, batch, context_ids[-1:])
+        steps[str(AGAIN)] = _timed_batch(target, of_target, batch, context_ids[-1:])
         seconds = interleaved(steps, repeats)
         found[batch] = [{int(name): s[i] for name, s in seconds.items()} for i in range(repeats)]
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.engine.replay import KeptAt, Replay, replay
 from pipeline.measure.answers import Acceptance
-from pipeline.measure.statistics import Interval, median, median_interval
+from pipeline.measure.statistics import Interval, claimable, differs_from_one, median, median_interval
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,18 @@ def batch_point(
 ) -> dict[str, Any]:
     """What each K gains when `batch` sequences are decoded together, and the K to use there.
 
-    seconds[repeat][n]: a target step over n tokens of each sequence; [0]: one draft step. Every sequence keeps its own
-    number of tokens (`emitted[K]` a round, tau), so gain = tau t(1) / (K d + t(K + 1)), paired within the repeats.
+    seconds[repeat][n]: a target step over n tokens of each sequence; [0]: one draft step; [-1]: the step over one token
+    once more, the control. Every sequence keeps its own number of tokens (`emitted[K]` a round, tau), so gain =
+    tau t(1) / (K d + t(K + 1)), paired within the repeats. A gain within the control's interval is none.
     """
+    floor = median_interval([s[1] / s[-1] for s in seconds], seed)
     gains = {0: Interval(1.0, 1.0, 1.0)}
     for k, tau in emitted.items():
         gains[k] = median_interval([tau * s[1] / (k * s[0] + s[k + 1]) for s in seconds], seed)
-    best, reason = best_measured(gains)
+    best, reason = best_measured({k: g for k, g in gains.items() if not k or differs_from_one(g, claimable(floor))})
     return {
         "batch": batch,
+        "noise_floor": asdict(floor),
         "plain_tok_per_s": batch / median([s[1] for s in seconds]),
         "gains": {str(k): asdict(gain) for k, gain in gains.items() if k},
         "draft_len": best,

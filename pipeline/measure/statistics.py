@@ -111,6 +111,17 @@ def differs_from_one(ratio: Interval, noise_floor: Interval | None) -> bool:
     return noise_floor.known and not noise_floor.low <= ratio.value <= noise_floor.high
 
 
+def claimable(noise_floor: Interval | None) -> Interval:
+    """The A/A control's interval made symmetric on a log scale, so that a / b and b / a are judged alike.
+
+    Without a control the ends are NaN, and `differs_from_one` then allows no claim.
+    """
+    if noise_floor is None or not noise_floor.known:
+        return Interval(1.0, math.nan, math.nan)
+    widest = max(noise_floor.high, 1 / noise_floor.low)
+    return Interval(1.0, 1 / widest, widest)
+
+
 def paired_mean_difference(totals_D: Sequence[float], weights_D: Sequence[float], seed: int) -> Interval:
     """Sum of paired differences over sum of weights, with its 95 % percentile bootstrap interval over the D units.
 

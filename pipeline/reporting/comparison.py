@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pipeline.config import Compare
-from pipeline.measure.statistics import Interval, differs_from_one
+from pipeline.measure.statistics import Interval, claimable, differs_from_one
 from pipeline.reporting.conditions import differences
 from pipeline.reporting.numbers import interval_of, is_finite, over
-from pipeline.reporting.recommendation import claimable
 
 Status = Literal["REGRESSION", "NOT COMPARABLE", "UNDECIDED", "worse", "better", "no difference"]
 ORDER: tuple[Status, ...] = ("REGRESSION", "NOT COMPARABLE", "UNDECIDED", "worse", "better", "no difference")

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from pipeline.config import Report
-from pipeline.measure.statistics import Interval, differs_from_one
+from pipeline.measure.statistics import Interval, claimable, differs_from_one
 from pipeline.reporting.numbers import EXACTLY_ONE, fixed, interval, number, over, size
 from pipeline.reporting.rows import Row
 
@@ -53,17 +53,6 @@ def recommend(
         choice, limits.objective, gains, _reasons(choice, gains, ties, able), alternative, why_not,
         failures, tuple(n for n in ties if n != choice), front,
     )  # fmt: skip
-
-
-def claimable(noise_floor: Interval | None) -> Interval:
-    """The A/A control's interval made symmetric on a log scale, so that a / b and b / a are judged alike.
-
-    Without a control the ends are NaN, and `differs_from_one` then allows no claim.
-    """
-    if noise_floor is None or not noise_floor.known:
-        return Interval(1.0, math.nan, math.nan)
-    widest = max(noise_floor.high, 1 / noise_floor.low)
-    return Interval(1.0, 1 / widest, widest)
 
 
 def gain(row: Row, base: Row, limits: Report) -> Interval | None:

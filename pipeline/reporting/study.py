@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.measure.statistics import Interval
+from pipeline.measure.statistics import Interval, claimable
 from pipeline.reporting import rows
 from pipeline.reporting.numbers import interval_of
-from pipeline.reporting.recommendation import Recommendation, claimable, recommend
+from pipeline.reporting.recommendation import Recommendation, recommend
 from pipeline.reporting.records import Records
 from pipeline.reporting.rows import Row
 from pipeline.reporting.tradeoff_section import Point

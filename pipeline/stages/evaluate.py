@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline import provenance, readers
 from pipeline.checkpoint.files import read_object
@@ -43,8 +43,12 @@ def run(
     stream_sha256 = streams_sha256(streams, evaluate)
     base = None if baseline is None else reference.read(baseline, stream_sha256)
 
-    decoder = load(checkpoint, runtime, model.trust_remote_code)
-    scores = score_streams(decoder, streams, evaluate, base)
+    decoder = load(checkpoint, runtime, model.trust_remote_code, "lean")
+    scores, readback = score_streams(decoder, streams, evaluate, base), decoder.describe()
+    if decoder.engine != "hf":
+        del decoder  # before the next one is loaded: there may be room for one
+        decoder = load(checkpoint, runtime, model.trust_remote_code, "hf")
+    engines = None if readback["engine"] == "hf" else engine_difference(decoder, streams, evaluate, scores)
     with tempfile.TemporaryDirectory() as scratch:
         raw = harness.evaluate_tasks(decoder.module, tokenizer, rows, evaluate, runtime.seed, Path(scratch))
         results = harness.portable(raw, Path(scratch))
@@ -73,7 +77,9 @@ def run(
         "task_hash": provenance.json_sha256([stream_sha256, rows, results["configs"], evaluate.limit]),
         "alarms": non_finite(scores) + alarms,
         "bos": describe_bos(tokenizer),
-        "readback": decoder.describe(),
+        "readback": readback,
+        "tasks_readback": decoder.describe(),
+        "engine_difference": engines,
     }
 
 
@@ -108,8 +114,9 @@ def held_out(corpus: Path) -> list[dict[str, Any]]:
     return documents
 
 
-def load(checkpoint: Path, runtime: Runtime, trust_remote_code: bool) -> Decoder:
-    """The modules that serve, each fixed to its kernel for many rows.
+def load(checkpoint: Path, runtime: Runtime, trust_remote_code: bool, engine: Literal["lean", "hf"]) -> Decoder:
+    """The layers that serve, each fixed to its kernel for many rows: in the engine that serves (`lean`, where it knows
+    the architecture), or in transformers' modules, which lm-eval needs.
 
     Serving measures from how many rows that kernel pays; here a window's length must not decide how it is rounded.
     """
@@ -126,7 +133,7 @@ def load(checkpoint: Path, runtime: Runtime, trust_remote_code: bool) -> Decoder
         dtype=getattr(torch, runtime.dtype),
         pack_head=setup.pack_head(checkpoint),
         trust_remote_code=trust_remote_code,
-        engine="hf",
+        engine=engine,
     )
     set_dense_from(decoder.module, {name: rows and 1 for name, rows in dense_from_of(decoder).items()})
     return decoder
@@ -150,15 +157,32 @@ def streams_sha256(streams: list[quality.Stream], evaluate: Evaluate) -> str:
     return provenance.json_sha256([tokens, evaluate.window_tokens, evaluate.stride_tokens, evaluate.baseline_top_k])
 
 
+def engine_difference(
+    decoder: Decoder, streams: list[quality.Stream], evaluate: Evaluate, scores: dict[str, quality.StreamScores]
+) -> dict[str, Any]:
+    """Loss of the first window of each stream by `decoder`, which the tasks run in, less that by the engine that
+    serves, in nats a token: what the tasks' scores leave open of what is served."""
+    import numpy as np
+
+    first = [s._replace(ids_T=s.ids_T[: evaluate.window_tokens + 1]) for s in streams]
+    found = score_streams(decoder, first, evaluate, None)
+    parts = [f.nll_nats_S - scores[c].nll_nats_S[: len(f.nll_nats_S)] for c, f in found.items()]
+    difference_S = np.concatenate(parts)
+    return {
+        "tokens": len(difference_S),
+        "mean_nats": float(difference_S.mean()),
+        "mean_absolute_nats": float(np.abs(difference_S).mean()),
+    }
+
+
 def score_streams(
     decoder: Decoder, streams: list[quality.Stream], evaluate: Evaluate, base: reference.Baseline | None
 ) -> dict[str, quality.StreamScores]:
     import torch
 
     def logits_of(ids_BN: torch.Tensor) -> torch.Tensor:
-        logits_BNV = decoder.module(input_ids=ids_BN, use_cache=False).logits
         shown.update(len(ids_BN))
-        return logits_BNV
+        return torch.stack([decoder.forward(ids_N, decoder.new_cache(len(ids_N))) for ids_N in ids_BN])
 
     windows = {
         s.category: quality.windows(len(s.ids_T), evaluate.window_tokens, evaluate.stride_tokens) for s in streams
