@@ -190,6 +190,7 @@ def speculate(target: str, quantized_draft_for: Sequence[str]) -> dict[str, Any]
         "batches": [batch_point(target, batch) for batch in (1, 4, 16)],
         "best_draft_len": BEST_K[target],
         "best_reason": "made up",
+        "blocks": {"run": 3, "disturbed": 0, "seconds": 60.0},
         "verdict": "OK",
         "reasons": [],
     }

@@ -12,6 +12,7 @@ from pipeline.reporting import (
     quality_sections,
     setting_sections,
     speed_sections,
+    sweeps,
     tradeoff_section,
 )
 from pipeline.reporting.records import METHODS
@@ -25,6 +26,7 @@ def render(study: Study) -> str:
         headline.verdict(study),
         headline.matrix(study),
         markdown.picture(study.figures, "draft-length", "Speedup against draft length, predicted and measured"),
+        sweeps.verdicts(study),
         headline.row_notes(study),
         headline.context(study),
         headline.terms(study),

@@ -21,6 +21,7 @@ from pipeline.reporting.numbers import interval_of, is_finite
 from pipeline.reporting.recommendation import Recommendation
 from pipeline.reporting.records import TARGETS
 from pipeline.reporting.rows import Row
+from pipeline.reporting.sweeps import worth
 
 WIDTH_IN = 9.8
 PAPER, INK, FAINT = "#ffffff", "#1f2328", "#d1d9e0"
@@ -112,7 +113,7 @@ def _curve(ax: Any, target: str, speculation: dict[str, Any]) -> None:
             draft_len, iv.value, errors(iv), color=color, marker=MARKER[target], markerfacecolor=PAPER, capsize=2.5,
             linestyle="none", label="measured, 95 % interval" if i == 0 else None,
         )  # fmt: skip
-    ax.set_title(f"{target}: best K = {speculation['best_draft_len']}")
+    ax.set_title(f"{target}: best K = {speculation['best_draft_len']}\n{worth(speculation)}")
     ax.set_xticks([p["draft_len"] for p in curve])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.measure.statistics import Interval, differs_from_one
-from pipeline.reporting import markdown, numbers
+from pipeline.reporting import markdown, numbers, sweeps
 from pipeline.reporting.numbers import fixed, interval, interval_of, na, number, ratio, share
 from pipeline.reporting.recommendation import answer_ms
 from pipeline.reporting.records import TARGETS
@@ -107,6 +107,7 @@ def limits(study: Study) -> str:
         "speedup = τ / (K c + v + overhead); **to break even**: share of drafted tokens to keep for a speedup of 1.",
         markdown.picture(study.figures, "costs", "Cost of checking n tokens; share of rounds that keep each position"),
         curve(study),
+        sweeps.misses(study),
         interactions(study),
         batches(study),
     )
