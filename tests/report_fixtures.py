@@ -281,6 +281,7 @@ def evaluate(target: str) -> dict[str, Any]:
         "acc_last_word_stderr": 0.0284,
         "task_hash": SHA,
         "alarms": [],
+        "readback": {**readback(target), "engine": "hf"},
         "bos": {"added": False, "token": None, "rolling_prefix": None},
     }
 

@@ -329,6 +329,23 @@ def test_a_gain_within_the_noise_floor_is_no_advice(tmp_path):
     assert "no difference shown for code" in line and "speculate for code" not in line
 
 
+def test_the_dtype_of_activations_is_stated_once_as_it_was_loaded(tmp_path):
+    def lean(metrics):
+        for arm in metrics["arms"].values():
+            for loaded in filter(None, (arm["readback"], arm["draft_readback"])):
+                loaded |= {"engine": "lean", "activations_dtype": "float32"}
+
+    text = text_of(tmp_path, benchmark=lean)
+    engines = {cells[0]: cells[1] for cells in cells_after(text, "## Machine") if "engine" in cells[0]}
+    assert engines == {
+        "engine, as loaded: speed": "lean, float32 activations, not compiled",
+        "engine, as loaded: quality": "hf, bfloat16 activations, not compiled",
+    }
+    settings = text[text.index("```yaml") :]
+    assert "activations_dtype" not in settings and "weights_dtype: bfloat16" in settings
+    assert "Measured in the engine lean, with float32 activations, on cpu;" in settings
+
+
 def cells_after(text, heading):
     """Body rows of the first table after `heading`."""
     lines = text[text.index(heading) :].splitlines()

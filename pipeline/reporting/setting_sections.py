@@ -116,19 +116,23 @@ def prompts(study: Study) -> str:
 
 def environment(study: Study) -> str:
     machine, benchmark = study.records.environment, study.records.metrics("benchmark")
-    readback = study.arms["base"]["readback"]
-    compiled = "compiled" if readback["compiled"] else "not compiled"
     rows = [
         ["processor", f"{machine['cpu']} ({', '.join(machine['cpu_features']) or 'no listed vector features'})"],
         ["cores, threads, memory", f"{machine['cores']}, {machine['threads']}, {machine['memory_gib']} GiB"],
         ["GPU and driver", "; ".join(machine["gpus"]) or "none"],
         ["read bandwidth, measured", f"{_gigabytes(benchmark)} GB/s"],
-        ["engine, as loaded", f"{readback['engine']}, {readback['activations_dtype']} activations, {compiled}"],
+        ["engine, as loaded: speed", engine(study.arms["base"]["readback"])],
+        ["engine, as loaded: quality", engine(study.records.metrics("evaluate@base")["readback"])],
         ["system", f"{machine['system']}, Python {machine['python']}, {machine['compiler'] or 'no C++ compiler'}"],
         ["packages", ", ".join(f"{n} {v}" for n, v in machine["versions"].items() if v)],
         ["code", commits(study)],
     ]
     return markdown.section("Machine", markdown.table(["what", "as found"], rows, left=2))
+
+
+def engine(readback: dict[str, Any]) -> str:
+    compiled = "compiled" if readback["compiled"] else "not compiled"
+    return f"{readback['engine']}, {readback['activations_dtype']} activations, {compiled}"
 
 
 def _gigabytes(benchmark: dict[str, Any]) -> str:
@@ -218,9 +222,10 @@ def serve(study: Study) -> str:
     ]
     if isinstance(chosen["draft"], dict):
         lines += [f"draft.{key}: {value}" for key, value in chosen["draft"].items()]
+    unlike = " ".join(deployment.unlike_measured(study, deployment.deployment(study)))
     made = (
         "`reports/serve/` holds the same as a command for vLLM and a script for transformers, and `choice.json` with "
-        "the evidence and its hashes."
+        "the evidence and its hashes." + (f" {unlike}" if unlike else "")
     )
     return "The recommended row as settings:\n\n```yaml\n" + "\n".join(lines) + f"\n```\n\n{made}"
 
