@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.reporting import (
     draft_section,
     figures,
+    glossary,
     headline,
     markdown,
     quality_sections,
@@ -30,6 +31,7 @@ def render(study: Study) -> str:
         headline.row_notes(study),
         headline.context(study),
         headline.terms(study),
+        glossary.words(study),
         speed_sections.trade_off(study),
         speed_sections.categories(study),
         speed_sections.limits(study),
