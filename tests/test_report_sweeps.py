@@ -3,7 +3,7 @@
 import pytest
 from report_fixtures import PARAMS, sections_of, write_study
 
-from pipeline.reporting import document, figures, records, sweeps
+from pipeline.reporting import document, figures, records, rows, sweeps
 from pipeline.reporting.study import Study
 
 WIDE = "K = 2: the interval of its speedup is +-12 %, asked +-10 %"
@@ -59,3 +59,29 @@ def timed(**points):
 def test_misses_of_the_prediction_are_counted(tmp_path, points, said):
     text = sweeps.misses(study_of(tmp_path, speculate__gptq=timed(**points))).replace("\u00a0", " ")
     assert f"- `gptq`: {said}." in text
+
+
+NEAR = {"grade": "numeric", "first_divergence": {"prompt": "code:7", "position": 12, "top2_gap": 0.0312}}
+SAID = (
+    "numeric: answers first leave plain decoding at token 12 of prompt code:7, where the target's two best logits are"
+)
+
+
+def test_answers_that_are_not_exact_show_where_and_how_near_a_tie(tmp_path):
+    def in_sweep(metrics):
+        next(p for p in metrics["curve"] if p["draft_len"] == 2)["measured"]["lossless"] = NEAR
+
+    edits = {
+        "benchmark": lambda m: m["arms"]["gptq_spec"].update(lossless=NEAR),
+        "speculate__awq": in_sweep,
+    }
+    text = document.render(study_of(tmp_path, **edits))
+    assert f"- `gptq_spec`: {SAID} 0.0312 apart." in text
+    assert f"- `awq`, K = 2: {SAID} 0.0312 apart." in text
+    assert "first leave plain decoding" not in document.render(study_of(tmp_path / "b"))
+
+
+def test_an_answer_that_ends_early_has_no_gap():
+    """An infinite gap is null in JSON."""
+    where = rows.divergence({"grade": "broken", "first_divergence": {"prompt": "p", "position": 3, "top2_gap": None}})
+    assert where == "broken: answers first leave plain decoding at token 3 of prompt p, where one of the answers ends"

@@ -172,16 +172,21 @@ def costs(speculated: dict[str, dict[str, Any]]) -> Any:
     for target, speculation in speculated.items():
         verify_cost = speculation["costs"]["verify_cost"]
         verify_lines[target] = sorted((int(n), v) for n, v in verify_cost.items() if is_finite(v))
-        longest = max(speculation["curve"], key=lambda p: p["draft_len"])
-        accept_lines[target] = list(enumerate(longest["accept_marginal"], start=1))
+        accept_lines[target] = list(enumerate(longest(speculation)["accept_marginal"], start=1))
     verify.axhline(1, color=INK, linewidth=0.8)
     _lines(verify, verify_lines, top=None)
     _lines(accept, accept_lines, top=1.0)
     verify.set_title("cost of checking n tokens (in steps of one token)")
     verify.set_xlabel("tokens in the step, n = K + 1")
-    accept.set_title("share of rounds that keep position j")
+    lens = sorted({longest(s)["draft_len"] for s in speculated.values()})
+    accept.set_title(f"share of rounds that keep position j (K = {', '.join(map(str, lens))})")
     accept.set_xlabel("position in the draft, j")
     return figure
+
+
+def longest(speculation: dict[str, Any]) -> Any:
+    """The point of the curve with the longest K."""
+    return max(speculation["curve"], key=lambda p: p["draft_len"])
 
 
 def _lines(ax: Any, lines: dict[str, list[tuple[int, float]]], top: float | None) -> None:

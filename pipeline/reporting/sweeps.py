@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.reporting import markdown, numbers
 from pipeline.reporting.numbers import interval_of, share
+from pipeline.reporting.rows import divergence
 from pipeline.reporting.study import Study
 
 
@@ -48,15 +49,13 @@ def _misses(speculation: dict[str, Any]) -> str:
     return f"largest {share(off)} (K = {draft_len}); {excluded} of {len(bounded)} intervals exclude it"
 
 
-def divergence(lossless: dict[str, Any] | None) -> str | None:
-    """Where an answer that is not `exact` first leaves plain decoding, and how near a tie that was."""
-    where = (lossless or {}).get("first_divergence")
-    if lossless is None or where is None:
-        return None
-    gap = where["top2_gap"]
-    near = (
-        f"where the target's two best logits are {numbers.number(gap)} apart"
-        if numbers.is_finite(gap)
-        else "where one of the two answers ends"
+def divergences(study: Study) -> str:
+    """Where answers at a timed K part from plain decoding; nothing where all are exact."""
+    return markdown.bullets(
+        [
+            f"`{target}`, K = {point['draft_len']}: {where}."
+            for target, found in study.records.per_target("speculate").items()
+            for point in found["curve"]
+            if point["measured"] and (where := divergence(point["measured"]["lossless"]))
+        ]
     )
-    return f"{lossless['grade']}: first leaves plain decoding at token {where['position']} of {where['prompt']}, {near}"
