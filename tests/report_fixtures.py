@@ -190,6 +190,7 @@ def speculate(target: str, quantized_draft_for: Sequence[str]) -> dict[str, Any]
         "batches": [batch_point(target, batch) for batch in (1, 4, 16)],
         "best_draft_len": BEST_K[target],
         "best_reason": "made up",
+        "blocks": {"run": 3, "disturbed": 0, "seconds": 60.0},
         "verdict": "OK",
         "reasons": [],
     }
@@ -268,6 +269,7 @@ def evaluate(target: str) -> dict[str, Any]:
         "token_ppl": {
             "value": PPL[target],
             "tokens": 16_368,
+            "documents": 40,
             "window_tokens": 512,
             "stride_tokens": 512,
             "by_category": {
@@ -278,8 +280,11 @@ def evaluate(target: str) -> dict[str, Any]:
         "against_base": None if target == "base" else against,
         "acc_last_word": ACCURACY[target],
         "acc_last_word_stderr": 0.0284,
+        "engine_difference": {"tokens": 1_536, "mean_nats": -0.0004, "mean_absolute_nats": 0.004},
+        "baseline_logits_bytes": 2_133_012 if target == "base" else None,
         "task_hash": SHA,
         "alarms": [],
+        "readback": {**readback(target), "engine": "hf"},
         "bos": {"added": False, "token": None, "rolling_prefix": None},
     }
 
@@ -436,7 +441,7 @@ def draft() -> dict[str, Any]:
         "weight_bytes": 84_000_000,
         "agreement": {"before": agreement(0.004), "after": agreement(0.51)},
         "answers": {"prompts": 96, "held_out_prompts": 12, "tokens": 9_000, "seconds": 30.0},
-        "training": {"steps": 70, "steps_asked": 80, "seconds": 300.0, "tokens": 70_000},
+        "training": {"steps": 70, "steps_asked": 80, "seconds": 300.0, "tokens": 70_000, "vocab": 4_096},
     }
 
 

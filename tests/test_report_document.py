@@ -247,6 +247,16 @@ def test_interaction_names_the_factor_by_hand(tmp_path):
     assert f"checking × {with_checking / base:.2f}" in found
 
 
+def test_quality_says_how_far_the_engine_of_the_tasks_is_from_the_one_that_is_timed(tmp_path):
+    assert "differs by `base` -0.0004, `gptq` -0.0004" in text_of(tmp_path / "a").replace("\u2212", "-")
+
+    def same(metrics):
+        metrics["engine_difference"] = None
+
+    alone = {f"evaluate__{target}": same for target in ("base", "gptq", "awq")}
+    assert "lm-eval runs in transformers" not in text_of(tmp_path / "b", **alone)
+
+
 def test_an_interaction_is_claimed_only_where_the_control_shows_it_too(tmp_path):
     def both(control):
         def change(metrics):
@@ -361,6 +371,127 @@ def test_a_gain_within_the_noise_floor_is_no_advice(tmp_path):
     text = text_of(tmp_path, **over_plain(code=(1.01, 1.005, 1.015), prose=(1.01, 1.005, 1.015)))
     line = next(li for li in text.splitlines() if li.startswith("- `base`, K = 2: "))
     assert "no difference shown for code" in line and "speculate for code" not in line
+
+
+def test_what_a_number_rests_on_is_said_where_it_stands(tmp_path):
+    text = text_of(tmp_path)
+    for said in (
+        "It proposes among 4,096 of the 49,152 token ids only",
+        "of each document its first 600 characters are used",
+        "a paired bootstrap interval over the 40 documents that hold these tokens",
+        "over `base`'s 64 most likely tokens at each position and one bin for all others (2.03 MiB kept of it), which "
+        "makes it a lower bound",
+        "it comes from this formula with the measured c and v and is no measurement of its own",
+        "Right panel: rounds at the longest K of each curve, K = 8.",
+        "The prediction's interval is over 8 prompts",
+        "9 blocks (1 disturbed by other work) in 212 s, which is what their bootstrap resamples",
+    ):
+        assert said in text, said
+    with figures.style():
+        drawn = figures.costs(study_of(tmp_path / "b").records.per_target("speculate"))
+    assert drawn.axes[1].get_title(loc="left") == "share of rounds that keep position j (K = 8)"
+
+
+def test_a_draft_that_can_say_everything_is_not_called_short_of_words(tmp_path):
+    text = text_of(tmp_path, draft=lambda m: m["training"].update(vocab=m["common_vocab_size"]))
+    assert "It proposes among" not in text
+
+
+def gained_and_lost(gained, lost):
+    """Edits the items of 200 that an evaluation gained and lost against base."""
+
+    def change(metrics):
+        metrics["tasks"]["last_word"]["items"] = 200
+        metrics["against_base"]["acc_last_word"].update(gained=gained, lost=lost)
+
+    return change
+
+
+def test_the_limit_on_accuracy_is_held_against_its_resolution(tmp_path):
+    """15 gained and 11 lost of 200: 1.96 sqrt(26 - 16 / 200) / 200 = 5.0 points; the limit is 3."""
+    text = text_of(tmp_path, evaluate__gptq=gained_and_lost(15, 11), evaluate__awq=gained_and_lost(2, 1))
+    assert "its change against `base` is known to ± 5.0 points (`gptq`), ± 1.7 points (`awq`), 95 %" in text
+    assert "the limit of 3 points is finer than that for `gptq`: it is held against the value alone" in text
+    fine = {f"evaluate__{m}": gained_and_lost(2, 1) for m in ("gptq", "awq")}
+    assert "the limit of 3 points is no finer than that." in text_of(tmp_path / "b", **fine)
+    none = {f"evaluate__{m}": gained_and_lost(0, 0) for m in ("gptq", "awq")}
+    assert "is known to" not in text_of(tmp_path / "c", **none), "no item changed: nothing is known of the spread"
+
+
+def test_the_front_is_told_as_it_is_made(tmp_path):
+    """Without the floor base_spec is the faster of the two at base's perplexity; 27 % within it are no gain."""
+
+    def even(metrics):
+        metrics["noise_floor"] = {"value": 1.0, "low": 0.75, "high": 1.3}
+
+    text = text_of(tmp_path, benchmark=even)
+    rule = (
+        "speeds that their intervals and the noise floor do not tell apart count as equal, the other two as they are."
+    )
+    assert rule in text and "no other row is at least as good" not in text
+    on_it = re.search(r"On it: (.*)\.\n", text)
+    assert on_it and "`gptq`" in on_it.group(1) and "`base_spec`" not in on_it.group(1)
+
+
+TERMS = (
+    "target", "plain decoding", "greedy", "GPTQ", "AWQ", "block", "noise floor", "natural", "nats", "bits per byte",
+    "Groups of", "asymmetric", "K", "token ppl", "kept",
+)  # fmt: skip
+
+
+def test_every_term_is_explained_once(tmp_path):
+    text = text_of(tmp_path)
+    assert {term: text.count(f"**{term}**") for term in TERMS} == dict.fromkeys(TERMS, 1)
+    assert "the target's chat template (the marks of turns that it was trained with)" in text
+    first_table, words = text.index("| row, verdict"), text.index("\nWords:\n")
+    assert first_table < words < text.index("## Quality, speed and memory"), "no longer on the way to the first table"
+
+
+def test_tables_of_speed_name_their_protocol(tmp_path):
+    text = text_of(tmp_path)
+    for heading in (
+        "decode, tok/s (natural)", "speedup over `base` (natural)", "reached, tok/s (natural)", "measured (natural)",
+        "answer of 48 tokens, ms (natural)", "decode, tok/s (forced)", "speedup over `base` (forced)",
+    ):  # fmt: skip
+        assert f" {heading} |" in text, heading
+    forced = cells_after(text, "Every answer forced to")
+    assert [row[0] for row in forced] == ["`base`", "`gptq`", "`awq`"] and forced[0][2] == "1"
+    void = text_of(tmp_path / "b", **change_arm("gptq", verdict="VOID", reasons=["it loops"]))
+    assert cells_after(void, "Every answer forced to")[1][1:] == ["n/a (VOID)"] * 2
+
+
+def test_the_interaction_says_what_its_noise_and_its_factors_are_of(tmp_path):
+    text = text_of(tmp_path)
+    assert "the control is the same number with the second copy of `base` in its place" in text
+    assert "come from the sweeps, which ran at other times than these blocks and than each other." in text
+
+
+def test_two_copies_with_the_same_scores_raise_an_alarm(tmp_path):
+    def twice(metrics):
+        metrics["token_ppl"]["value"], metrics["tasks"] = 17.0, {"last_word": {"acc": 0.4, "acc_stderr": 0.03}}
+        metrics["token_ppl"]["by_category"] = {}
+
+    text = text_of(tmp_path, evaluate__gptq=twice, evaluate__awq=twice)
+    assert "- `gptq` and `awq`: identical scores for different weights" in text
+    assert "No alarms" not in text
+    assert "No alarms" in text_of(tmp_path / "b", evaluate__gptq=twice)
+
+
+def test_the_dtype_of_activations_is_stated_once_as_it_was_loaded(tmp_path):
+    def lean(metrics):
+        for arm in metrics["arms"].values():
+            for loaded in filter(None, (arm["readback"], arm["draft_readback"])):
+                loaded |= {"engine": "lean", "activations_dtype": "float32"}
+
+    text = text_of(tmp_path, benchmark=lean)
+    engines = {cells[0]: cells[1] for cells in cells_after(text, "## Machine") if "engine" in cells[0]}
+    assert engines == {
+        "engine, as loaded: speed": "lean, float32 activations, not compiled",
+        "engine, as loaded: quality": "hf, bfloat16 activations, not compiled",
+    }
+    settings = text[text.index("```yaml") :]
+    assert "activations_dtype" not in settings and "weights_dtype: bfloat16" in settings
+    assert "Measured in the engine lean, with float32 activations, on cpu;" in settings
 
 
 def cells_after(text, heading):

@@ -131,6 +131,27 @@ def test_a_server_that_reads_heads_in_full_says_so(tmp_path, packed, row, said):
         assert ("held at 8 bits" in text) == (said is not None) and (said is None or said in text)
 
 
+LOADED = {"engine": "lean", "activations_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "said"), [(LOADED, True), ({**LOADED, "engine": "hf"}, True), ({"engine": "hf"}, False)]
+)
+def test_another_engine_or_dtype_than_the_measured_one_is_said(tmp_path, loaded, said):
+    def change(metrics):
+        only("base_spec")(metrics)
+        for arm in metrics["arms"].values():
+            arm["readback"] |= loaded
+
+    folder = served(tmp_path, "base_spec", benchmark=change)
+    engine, dtype = loaded["engine"], loaded.get("activations_dtype")
+    for name in ("vllm.sh", "transformers_generate.py", "choice.json"):
+        text = (folder / name).read_text()
+        assert (f"Measured in the engine {engine}, with {dtype} activations, on cpu;" in text) == said, name
+        assert ("transformers computes in bfloat16 here" in text) == said, name
+    assert (read(folder)["serve"]["unlike_measured"] is not None) == said
+
+
 @pytest.mark.parametrize(("quantized_for", "draft"), [([], "artifacts/draft"), (["base"], "artifacts/quantized/draft")])
 def test_vllm_is_told_the_draft_and_its_length(tmp_path, quantized_for, draft):
     speculate = dataclasses.replace(PARAMS.speculate, quantized_draft_for=quantized_for)

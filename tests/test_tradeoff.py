@@ -57,6 +57,13 @@ def test_the_smallest_first_and_the_front_in_bold(tmp_path):
     assert any(row[-3].startswith(f"{change:+.1f} %") for row in rows)
 
 
+def test_a_setting_with_a_column_is_explained(tmp_path):
+    gptq, _ = points()
+    text = section(tmp_path, other(gptq, true_sequential=not gptq.settings["true_sequential"]))
+    assert text.count("**true_sequential**: the modules of a layer are rounded in the order they run") == 1
+    assert "**true_sequential**" not in section(tmp_path / "b", other(gptq, group_size=32)), "no column, no term"
+
+
 def test_pairs_differ_in_the_library_alone(tmp_path):
     gptq, _ = points()
     twin = other(gptq, kl=gptq.kl_nats_mean / 2, backend="llmcompressor")

@@ -45,7 +45,23 @@ class Deployment:
 
 
 def unlike_measured(study: Study, chosen: Deployment) -> list[str]:
-    """What of the measurement a server that reads the files as they are does not repeat."""
+    """What of the measurement a server that reads the files as they are does not repeat, in lines of a comment."""
+    return [*_other_engine(study, chosen), *_other_heads(study, chosen)]
+
+
+def _other_engine(study: Study, chosen: Deployment) -> list[str]:
+    """The row's engine and activations, read back, against transformers in the dtype of the weights."""
+    loaded, dtype = study.arms[chosen.row.name]["readback"], study.config.runtime.dtype
+    if loaded is None or (loaded["engine"], loaded["activations_dtype"]) == ("hf", dtype):
+        return []
+    return [
+        f"Measured in the engine {loaded['engine']}, with {loaded['activations_dtype']} activations, "
+        f"on {study.config.runtime.device};",
+        f"transformers computes in {dtype} here, vLLM in its --dtype: other speeds, and at near ties other answers.",
+    ]
+
+
+def _other_heads(study: Study, chosen: Deployment) -> list[str]:
     methods = study.config.quantize
     quantized_draft = chosen.draft is not None and chosen.draft.input == "quantized_draft"
     copies = {"the target": chosen.target.input, "the draft": "draft" if quantized_draft else "none"}
@@ -94,6 +110,6 @@ def settings(study: Study) -> dict[str, Any] | None:
         "draft": study.arms[chosen.row.name]["draft"] if chosen.row.speculative else None,
         "draft_len": chosen.row.draft_len,
         "device": study.config.runtime.device,
-        "activations_dtype": study.config.runtime.dtype,
+        "weights_dtype": study.arms[chosen.row.name]["readback"]["weights_dtype"],
         "temperature": study.config.speculate.sampling.temperature,
     }

@@ -7,11 +7,13 @@ from pathlib import Path
 from pipeline.reporting import (
     draft_section,
     figures,
+    glossary,
     headline,
     markdown,
     quality_sections,
     setting_sections,
     speed_sections,
+    sweeps,
     tradeoff_section,
 )
 from pipeline.reporting.records import METHODS
@@ -25,9 +27,11 @@ def render(study: Study) -> str:
         headline.verdict(study),
         headline.matrix(study),
         markdown.picture(study.figures, "draft-length", "Speedup against draft length, predicted and measured"),
+        sweeps.verdicts(study),
         headline.row_notes(study),
         headline.context(study),
         headline.terms(study),
+        glossary.words(study),
         speed_sections.trade_off(study),
         speed_sections.categories(study),
         speed_sections.limits(study),

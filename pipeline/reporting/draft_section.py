@@ -24,7 +24,19 @@ def distilled(found: dict[str, Any]) -> str:
         f"Made of {layers} of the target under its own embedding, norm and head ({number(found['parameters'] / 1e6)} "
         f"M parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
         f"its own greedy answers to {count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, "
-        f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering.\n\n" + agreement(found)
+        f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering."
+        f"{proposable(found)}\n\n{agreement(found)}"
+    )
+
+
+def proposable(found: dict[str, Any]) -> str:
+    """A distilled draft may know only the likeliest tokens; the rows of its head for the others are not read."""
+    vocab, whole = found["training"]["vocab"], found["common_vocab_size"]
+    if vocab >= whole:
+        return ""
+    return (
+        f" It proposes among {count(vocab)} of the {count(whole)} token ids only, so its head reads the rows of those: "
+        "fewer bytes a step, and no hit on any other token."
     )
 
 
@@ -95,11 +107,12 @@ def ranking(study: Study) -> str:
                     ratio(interval_of(c["predicted_speedup"])),
                 ]
             )
+    prompts = study.records.metrics("speculate@base")["prompts"]["count"]
     headers = ["target", "candidate", "size", "agreement", "c", "best K", "τ", "predicted speedup"]
     intro = (
         "**Which draft?** Each candidate read the target's recorded answers once (teacher-forced: nothing is decoded); "
         "agreement as above, **c**: cost of its step in steps of the target. The prediction's interval is over "
-        "prompts; bold is the one in the matrix."
+        f"{count(prompts)} prompts; bold is the one in the matrix."
     )
     return "\n\n".join(filter(None, [intro, markdown.table(headers, rows, left=2), better(found)]))
 

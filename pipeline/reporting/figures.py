@@ -21,6 +21,7 @@ from pipeline.reporting.numbers import interval_of, is_finite
 from pipeline.reporting.recommendation import Recommendation
 from pipeline.reporting.records import TARGETS
 from pipeline.reporting.rows import Row
+from pipeline.reporting.sweeps import worth
 
 WIDTH_IN = 9.8
 PAPER, INK, FAINT = "#ffffff", "#1f2328", "#d1d9e0"
@@ -112,7 +113,7 @@ def _curve(ax: Any, target: str, speculation: dict[str, Any]) -> None:
             draft_len, iv.value, errors(iv), color=color, marker=MARKER[target], markerfacecolor=PAPER, capsize=2.5,
             linestyle="none", label="measured, 95 % interval" if i == 0 else None,
         )  # fmt: skip
-    ax.set_title(f"{target}: best K = {speculation['best_draft_len']}")
+    ax.set_title(f"{target}: best K = {speculation['best_draft_len']}\n{worth(speculation)}")
     ax.set_xticks([p["draft_len"] for p in curve])
 
 
@@ -171,16 +172,21 @@ def costs(speculated: dict[str, dict[str, Any]]) -> Any:
     for target, speculation in speculated.items():
         verify_cost = speculation["costs"]["verify_cost"]
         verify_lines[target] = sorted((int(n), v) for n, v in verify_cost.items() if is_finite(v))
-        longest = max(speculation["curve"], key=lambda p: p["draft_len"])
-        accept_lines[target] = list(enumerate(longest["accept_marginal"], start=1))
+        accept_lines[target] = list(enumerate(longest(speculation)["accept_marginal"], start=1))
     verify.axhline(1, color=INK, linewidth=0.8)
     _lines(verify, verify_lines, top=None)
     _lines(accept, accept_lines, top=1.0)
     verify.set_title("cost of checking n tokens (in steps of one token)")
     verify.set_xlabel("tokens in the step, n = K + 1")
-    accept.set_title("share of rounds that keep position j")
+    lens = sorted({longest(s)["draft_len"] for s in speculated.values()})
+    accept.set_title(f"share of rounds that keep position j (K = {', '.join(map(str, lens))})")
     accept.set_xlabel("position in the draft, j")
     return figure
+
+
+def longest(speculation: dict[str, Any]) -> Any:
+    """The point of the curve with the longest K."""
+    return max(speculation["curve"], key=lambda p: p["draft_len"])
 
 
 def _lines(ax: Any, lines: dict[str, list[tuple[int, float]]], top: float | None) -> None:

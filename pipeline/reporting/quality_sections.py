@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from pipeline.reporting import markdown, numbers
@@ -18,13 +19,31 @@ def quality(study: Study) -> str:
     return markdown.section(
         "Quality",
         f"Over {count(ppl['tokens'])} scored tokens of held-out text, windows of {count(ppl['window_tokens'])} moved "
-        f"by {count(ppl['stride_tokens'])}, each token but the first scored once. The change has a paired bootstrap "
-        "interval over documents; agreement: how often the most likely next token is `base`'s.",
+        f"by {count(ppl['stride_tokens'])}, each token but the first scored once{cut(study)}. The change has a paired "
+        f"bootstrap interval over the {count(ppl['documents'])} documents that hold these tokens; agreement: how often "
+        "the most likely next token is `base`'s.",
+        divergence_bound(study, evaluated["base"]),
         perplexities(study, evaluated),
-        "Tasks, run by lm-eval on the loaded checkpoint; its word ppl is per word of raw text.",
+        "Tasks, run by lm-eval on the loaded checkpoint; its word ppl is per word of raw text, **bits per byte** the "
+        "loss in bits over the bytes of the text, whatever the tokenizer.",
         tasks(evaluated),
+        other_engine(evaluated),
         mcnemar(evaluated),
-        alarms(evaluated),
+        alarms(study, evaluated),
+    )
+
+
+def cut(study: Study) -> str:
+    limit = study.config.evaluate.max_document_chars
+    return "" if limit is None else f"; of each document its first {count(limit)} characters are used"
+
+
+def divergence_bound(study: Study, base: dict[str, Any]) -> str:
+    """What is kept of the baseline's distribution decides what KL can see."""
+    return (
+        f"KL is taken over `base`'s {count(study.config.evaluate.baseline_top_k)} most likely tokens at each position "
+        f"and one bin for all others ({numbers.size(base['baseline_logits_bytes'], 'size not recorded')} kept of it), "
+        "which makes it a lower bound on the KL over the whole vocabulary."
     )
 
 
@@ -75,6 +94,19 @@ def _score(scores: dict[str, Any], metric: str) -> str:
     return fixed(100 * scores["acc"], 1) + (f" ± {fixed(100 * error, 1)}" if numbers.is_finite(error) else "")
 
 
+def other_engine(evaluated: dict[str, Any]) -> str:
+    """Tasks run in transformers' modules around the same linear layers, the rest in the engine that is timed."""
+    found = {target: e["engine_difference"] for target, e in evaluated.items() if e["engine_difference"]}
+    if not found:
+        return ""
+    means = ", ".join(f"`{target}` {fixed(d['mean_nats'], 4, sign=True)}" for target, d in found.items())
+    tokens = next(iter(found.values()))["tokens"]
+    return (
+        "Token ppl and KL are of the engine that is timed; lm-eval runs in transformers' modules around the same "
+        f"linear layers, whose loss on {count(tokens)} of these tokens differs by {means} nats a token."
+    )
+
+
 def mcnemar(evaluated: dict[str, Any]) -> str:
     lines = []
     for target in METHODS:
@@ -89,11 +121,23 @@ def mcnemar(evaluated: dict[str, Any]) -> str:
     return markdown.bullets(lines)
 
 
-def alarms(evaluated: dict[str, Any]) -> str:
+def alarms(study: Study, evaluated: dict[str, Any]) -> str:
     lines = [f"`{target}`: {alarm}" for target, found in evaluated.items() for alarm in found["alarms"]]
+    lines += same_scores(study)
     if not lines:
         return "No alarms: no implausible gain, and no two checkpoints with the same scores."
     return "**Alarms**\n\n" + markdown.bullets(lines)
+
+
+def same_scores(study: Study) -> list[str]:
+    """Two copies with other weights and one score; each against `base` is compared where it is evaluated."""
+    found = {m: study.records.by_name[f"evaluate@{m}"] for m in METHODS}
+    return [
+        f"`{a}` and `{b}`: identical scores for different weights: one checkpoint may have been scored twice"
+        for a, b in itertools.combinations(METHODS, 2)
+        if all(found[a]["metrics"][name] == found[b]["metrics"][name] for name in ("token_ppl", "tasks"))
+        and found[a]["provenance"]["inputs"]["checkpoint"] != found[b]["provenance"]["inputs"]["checkpoint"]
+    ]
 
 
 def quantization(study: Study) -> str:
@@ -103,7 +147,8 @@ def quantization(study: Study) -> str:
         "Quantization",
         "Sizes are read from the written files. **Error** of a module: relative error of its output on `base`'s "
         f"own inputs, over {quantized['gptq']['error_rows']} calibration rows. **Fallback**: a module that "
-        "the method could not solve and only rounded.",
+        "the method could not solve and only rounded. **Groups of** N: so many weights in a row share one scale; "
+        "**asymmetric**: and a zero point, so that the range need not be centred on 0.",
         summaries(study, quantized),
         markdown.picture(study.figures, "layer-error", "Output error of every quantized module, by layer"),
         worst_modules({k: m for k, m in quantized.items() if k in METHODS}),

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.measure.statistics import Interval
 from pipeline.measure.verdict import Judgement
 from pipeline.reporting import checks
-from pipeline.reporting.numbers import change_pct, interval_of, is_finite
+from pipeline.reporting.numbers import change_pct, interval_of, is_finite, number
 from pipeline.reporting.records import TARGETS, Records
 
 RATIOS = ("speedup", "over_plain", "answer_speedup", "answer_over_plain", "ttft_speedup")
@@ -119,7 +119,20 @@ def judge(arm: dict[str, Any], evaluated: dict[str, Any], target: str, speculati
     if speculation is not None and speculation["verdict"] == "VOID":
         for reason in speculation["reasons"]:
             judgement.add("VOID", reason)
+    if (where := divergence(arm["lossless"])) is not None:
+        judgement.note(where)
     return judgement
+
+
+def divergence(lossless: dict[str, Any] | None) -> str | None:
+    """Where answers that are not `exact` first leave plain decoding, and how near a tie that was; None if nowhere."""
+    where = (lossless or {}).get("first_divergence")
+    if lossless is None or where is None:
+        return None
+    gap = where["top2_gap"]
+    near = f"the target's two best logits are {number(gap)} apart" if is_finite(gap) else "one of the answers ends"
+    place = f"token {where['position']} of prompt {where['prompt']}"
+    return f"{lossless['grade']}: answers first leave plain decoding at {place}, where {near}"
 
 
 def _finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.reporting import deployment, markdown, numbers
 from pipeline.reporting.numbers import count, fixed, na, number, share
-from pipeline.reporting.records import TARGETS
+from pipeline.reporting.records import METHODS, TARGETS
 from pipeline.reporting.study import Study
 
 
@@ -105,7 +105,11 @@ def prompts(study: Study) -> str:
         for kind, c in found["by_split"]["evaluation"].items()
     )
     benchmark, speculate = study.config.benchmark, study.config.speculate
-    template = "the target's chat template" if found["chat_template"] else "no chat template"
+    template = (
+        "the target's chat template (the marks of turns that it was trained with)"
+        if found["chat_template"]
+        else "no chat template"
+    )
     bos = "a beginning-of-text token" if found["bos"] else "no beginning-of-text token (the tokenizer adds none)"
     return (
         f"Prompts by kind: {kinds}; {template}, {bos}. Timed: {benchmark.prompts_per_category} of each kind in the "
@@ -116,19 +120,24 @@ def prompts(study: Study) -> str:
 
 def environment(study: Study) -> str:
     machine, benchmark = study.records.environment, study.records.metrics("benchmark")
-    readback = study.arms["base"]["readback"]
-    compiled = "compiled" if readback["compiled"] else "not compiled"
     rows = [
         ["processor", f"{machine['cpu']} ({', '.join(machine['cpu_features']) or 'no listed vector features'})"],
         ["cores, threads, memory", f"{machine['cores']}, {machine['threads']}, {machine['memory_gib']} GiB"],
         ["GPU and driver", "; ".join(machine["gpus"]) or "none"],
         ["read bandwidth, measured", f"{_gigabytes(benchmark)} GB/s"],
-        ["engine, as loaded", f"{readback['engine']}, {readback['activations_dtype']} activations, {compiled}"],
+        ["engine, as loaded: speed", engine(study.arms["base"]["readback"])],
+        ["engine, as loaded: quality", engine(study.records.metrics("evaluate@base")["readback"])],
         ["system", f"{machine['system']}, Python {machine['python']}, {machine['compiler'] or 'no C++ compiler'}"],
         ["packages", ", ".join(f"{n} {v}" for n, v in machine["versions"].items() if v)],
         ["code", commits(study)],
     ]
-    return markdown.section("Machine", markdown.table(["what", "as found"], rows, left=2))
+    engines = "Engine `lean` is this repository's own decoder, `hf` the model as transformers runs it."
+    return markdown.section("Machine", markdown.table(["what", "as found"], rows, left=2), engines)
+
+
+def engine(readback: dict[str, Any]) -> str:
+    compiled = "compiled" if readback["compiled"] else "not compiled"
+    return f"{readback['engine']}, {readback['activations_dtype']} activations, {compiled}"
 
 
 def _gigabytes(benchmark: dict[str, Any]) -> str:
@@ -170,14 +179,32 @@ def sampling(study: Study) -> str:
 
 
 def accuracy_resolution(study: Study) -> str:
-    error = study.rows["base"].accuracy_stderr
-    if not error:
+    """Half the 95 % interval of the accuracy's change, item by item, against the limit that it is judged by."""
+    halves = {m: half for m in METHODS if (half := _accuracy_half_width(study, m)) is not None}
+    if not halves:
         return ""
-    least = 100 * 1.96 * math.sqrt(2) * error
-    return (
-        f"Accuracy: with so few items, two unrelated scores must differ by about {fixed(least, 0)} points to be told "
-        "apart; the item-by-item test under Quality is sharper."
-    )
+    shown = ", ".join(f"± {fixed(half, 1)} points (`{m}`)" for m, half in halves.items())
+    text = f"Accuracy: its change against `base` is known to {shown}, 95 %, from items gained and lost"
+    limit = study.config.report.max_accuracy_drop_points
+    if limit is None:
+        return f"{text}."
+    if finer := [f"`{m}`" for m, half in halves.items() if limit < half]:
+        return (
+            f"{text}; the limit of {limit:g} points is finer than that for {', '.join(finer)}: it is held against the "
+            "value alone, and passing it does not show that no more is lost."
+        )
+    return f"{text}; the limit of {limit:g} points is no finer than that."
+
+
+def _accuracy_half_width(study: Study, method: str) -> float | None:
+    """In points: 1.96 standard errors of the paired difference, (gained + lost - (gained - lost)² / n)^½ / n."""
+    evaluated = study.records.metrics(f"evaluate@{method}")
+    changed = (evaluated["against_base"] or {}).get("acc_last_word")
+    items = evaluated["tasks"].get("last_word", {}).get("items")
+    gained, lost = (changed["gained"], changed["lost"]) if changed else (0, 0)
+    if not items or not gained + lost:
+        return None
+    return 100 * 1.96 * math.sqrt(gained + lost - (gained - lost) ** 2 / items) / items
 
 
 def near_limits(study: Study) -> str:
@@ -195,7 +222,8 @@ def blocks(study: Study) -> str:
     found = study.records.metrics("benchmark")["blocks"]
     return (
         f"Speeds rest on {count(found['run'])} blocks ({count(found['disturbed'])} disturbed by other work) in "
-        f"{number(found['seconds'])} s; intervals hold for this machine in this hour."
+        f"{number(found['seconds'])} s, which is what their bootstrap resamples; intervals hold for this machine in "
+        "this hour."
     )
 
 
@@ -218,9 +246,10 @@ def serve(study: Study) -> str:
     ]
     if isinstance(chosen["draft"], dict):
         lines += [f"draft.{key}: {value}" for key, value in chosen["draft"].items()]
+    unlike = " ".join(deployment.unlike_measured(study, deployment.deployment(study)))
     made = (
         "`reports/serve/` holds the same as a command for vLLM and a script for transformers, and `choice.json` with "
-        "the evidence and its hashes."
+        "the evidence and its hashes." + (f" {unlike}" if unlike else "")
     )
     return "The recommended row as settings:\n\n```yaml\n" + "\n".join(lines) + f"\n```\n\n{made}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.measure.statistics import Interval, differs_from_one
-from pipeline.reporting import markdown, numbers
-from pipeline.reporting.numbers import fixed, interval, interval_of, na, number, ratio, share
+from pipeline.reporting import figures, markdown, numbers, sweeps
+from pipeline.reporting.numbers import count, fixed, interval, interval_of, na, number, ratio, share
 from pipeline.reporting.records import TARGETS
 from pipeline.reporting.study import Study
 
@@ -25,18 +25,25 @@ def trade_off(study: Study) -> str:
         for name, row in study.rows.items()
     ]
     headers = [
-        "row", f"answer of {tokens} tokens, ms", "first token over `base`", f"gain over `base` ({chosen.objective})",
-        "meets every limit",
+        "row", f"answer of {tokens} tokens, ms ({protocol(study)})", "first token over `base`",
+        f"gain over `base` ({chosen.objective})", "meets every limit",
     ]  # fmt: skip
     return markdown.section(
         "Quality, speed and memory",
         markdown.picture(study.figures, "trade-off", "Speed, weights held and perplexity of the six rows"),
-        f"Open marks are plain decoding, filled ones speculative; bold is the recommendation. On the front (\\*), "
-        f"where no other row is at least as good in all three and better in one: {front}. An answer takes the "
-        f"time to its first token and that of {tokens - 1} more; **gain** and **first token** (above 1 = sooner) are "
-        "medians of ratios within blocks, and so not the ratios of the medians beside them.",
+        "Open marks are plain decoding, filled ones speculative; bold is the recommendation. The front (\\*) leaves "
+        "out a row when another holds no more weights (draft included), has no higher perplexity, decodes no slower "
+        "and is better in one of them; speeds that their intervals and the noise floor do not tell apart count as "
+        f"equal, the other two as they are. Only OK rows take part. On it: {front}.",
+        f"An answer takes the time to its first token and that of {tokens - 1} more. **First token** (above 1: sooner) "
+        "and **gain** are medians of ratios within blocks, and so not the ratios of the medians beside them.",
         markdown.table(headers, rows, left=1),
     )
+
+
+def protocol(study: Study) -> str:
+    """natural (answers end where the model ends them): of every number but those that say forced."""
+    return str(study.arms["base"]["protocol"])
 
 
 def categories(study: Study) -> str:
@@ -47,7 +54,11 @@ def categories(study: Study) -> str:
         for category in names
         for i, name in enumerate(study.rows)
     ]
-    headers = ["prompts", "row", "decode, tok/s", "speedup over `base`", "over plain", "kept", "tokens a round"]
+    how = protocol(study)
+    headers = [
+        "prompts", "row", f"decode, tok/s ({how})", f"speedup over `base` ({how})", "over plain", "kept",
+        "tokens a round",
+    ]  # fmt: skip
     return markdown.section(
         "By kind of prompt and at equal length", markdown.table(headers, rows, left=2), advice(study), forced(study)
     )
@@ -77,12 +88,15 @@ def advice(study: Study) -> str:
 def forced(study: Study) -> str:
     """Precision alone is compared at equal length, where no row gains by stopping early."""
     tokens = study.config.benchmark.forced_new_tokens
-    speedups = {
-        name: interval_of((study.arms[name]["forced"] or {}).get("speedup")) if study.rows[name].speedup else None
-        for name in TARGETS[1:]
-    }
-    found = ", ".join(f"`{name}` {ratio(iv, study.rows[name].verdict)}" for name, iv in speedups.items())
-    return f"Decode speed over `base` when every answer is forced to {tokens} tokens (end token ignored): {found}."
+    rows = []
+    for name in TARGETS:
+        row = study.rows[name]
+        found = (study.arms[name]["forced"] or {}) if row.speedup else {}
+        speeds = [interval_of(found.get(n)) for n in ("decode_tok_per_s", "speedup")]
+        over = "1" if name == "base" and speeds[1] else ratio(speeds[1], row.verdict)
+        rows.append([f"`{name}`", interval(speeds[0], row.verdict), over])
+    table = markdown.table(["row", "decode, tok/s (forced)", "speedup over `base` (forced)"], rows)
+    return f"Every answer forced to {tokens} tokens (end token ignored), precision alone compared:\n\n{table}"
 
 
 def _category(study: Study, name: str, category: str) -> list[str]:
@@ -109,9 +123,13 @@ def limits(study: Study) -> str:
         ceilings(study),
         "Speculation is bound by other things: what a draft step costs (**c**, in steps of the target), what checking "
         "K + 1 tokens costs (**v**, in steps of one token) and how many tokens a round yields (**τ**). Predicted "
-        "speedup = τ / (K c + v + overhead); **to break even**: share of drafted tokens to keep for a speedup of 1.",
+        "speedup = τ / (K c + v + overhead); **to break even**: share of drafted tokens to keep for a predicted "
+        "speedup of 1, so it comes from this formula with the measured c and v and is no measurement of its own.",
         markdown.picture(study.figures, "costs", "Cost of checking n tokens; share of rounds that keep each position"),
+        marginal_lens(study),
         curve(study),
+        sweeps.divergences(study),
+        sweeps.misses(study),
         interactions(study),
         batches(study),
     )
@@ -136,7 +154,14 @@ def ceilings(study: Study) -> str:
                 share(arm["ceiling_share"], row.verdict, places=1),
             ]
         )
-    headers = ["row", "weights; modules, as loaded", "read a token", "ceiling, tok/s", "reached, tok/s", "share"]
+    headers = [
+        "row",
+        "weights; modules, as loaded",
+        "read a token",
+        "ceiling, tok/s",
+        f"reached, tok/s ({protocol(study)})",
+        "share",
+    ]
     return markdown.table(headers, rows, left=2)
 
 
@@ -169,8 +194,26 @@ def curve(study: Study) -> str:
                     (point["measured"]["lossless"] or {}).get("grade") or na("sampling"),
                 ]
             )
-    headers = ["target", "K", "kept", "to break even", "τ", "c", "v(K + 1)", "predicted", "measured", "lossless"]
+    headers = [
+        "target",
+        "K",
+        "kept",
+        "to break even",
+        "τ",
+        "c",
+        "v(K + 1)",
+        "predicted",
+        "measured (natural)",
+        "lossless",
+    ]
     return markdown.table(headers, rows)
+
+
+def marginal_lens(study: Study) -> str:
+    """The right panel of the figure of costs is one point of each curve: the longest K."""
+    lens = {t: figures.longest(s)["draft_len"] for t, s in study.records.per_target("speculate").items()}
+    shown = ", ".join(f"`{t}` {k}" for t, k in lens.items()) if len(set(lens.values())) > 1 else f"{max(lens.values())}"
+    return f"Right panel: rounds at the longest K of each curve, K = {shown}."
 
 
 def break_even(rate: Any) -> str:
@@ -199,7 +242,8 @@ def batches(study: Study) -> str:
     intro = (
         "**When sequences are decoded together**, they share each reading of the weights, which is what speculation "
         "lives on too. Gain = τ t(1) / (K d + t(K + 1)), with the times of a step of the target (t) and of the draft "
-        "(d) measured for the whole batch after the longest prompt; predicted, not decoded."
+        "(d) measured for the whole batch after the longest prompt, "
+        f"{count(study.config.speculate.cost_repeats)} times; predicted, not decoded."
     )
     table = markdown.table(headers, rows) if rows else ""
     return "\n\n".join(filter(None, [intro, table, markdown.bullets(reasons)]))
@@ -222,7 +266,9 @@ def interactions(study: Study) -> str:
     return (
         "**Do the gains multiply?** Interaction = speedup of quantized and speculative together over the product of "
         "both alone; 1 = they multiply. Four rows enter it, so the control is the same number with the second copy of "
-        "`base` in its place: a departure from 1 is claimed where both show it.\n\n" + markdown.bullets(lines)
+        "`base` in its place: a departure from 1 is claimed where both show it. The factors put into the prediction "
+        "come from the sweeps, which ran at other times than these blocks and than each other.\n\n"
+        + markdown.bullets(lines)
     )
 
 

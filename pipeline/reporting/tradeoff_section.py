@@ -20,6 +20,11 @@ SHOWN = (
     "bits", "group_size", "sym", "desc_act", "true_sequential", "damp_percent", "zero_point", "clip", "duo_scaling",
     "calibration_rows", "pack_head",
 )  # fmt: skip
+TERMS = {
+    "true_sequential": "the modules of a layer are rounded in the order they run, each on what the rounded ones "
+    "before it put out",
+    "pack_head": "the head is held at 8 bits",
+}
 SAME_QUALITY = ("target", "corpus", "baseline", "evaluate")  # of two points that may stand in one table
 
 
@@ -130,7 +135,8 @@ def table(points: Sequence[Point]) -> str:
         "Copies of the target under other settings, against full precision on the same tokens, the smallest first. "
         "**Bold**: no other row is at most as large with a smaller KL."
     )
-    return f"{intro}\n\n{markdown.table(headers, rows, left=2)}"
+    terms = "".join(f" **{name}**: {TERMS[name]}." for name in settings if name in TERMS)
+    return f"{intro}{terms}\n\n{markdown.table(headers, rows, left=2)}"
 
 
 def _on_front(point: Point, points: Sequence[Point]) -> bool:
