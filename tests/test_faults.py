@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from smoke_graph import environment, run
+from smoke_graph import ROOT, environment, run
 
 from pipeline import provenance
 from pipeline.measure.memory import allocation_failure
@@ -97,6 +97,70 @@ def test_a_disk_that_takes_nothing_costs_one_line_and_no_result(smoke, tmp_path,
     assert len(lines) == 1 and "Traceback" not in said, said
     due = "No space left on device" if fault == "full" else "Read-only file system"
     assert due in lines[0] and str(disk) in lines[0] and "run again" in lines[0], "what, where, and a way out"
+
+
+def flags_of(out: str) -> dict[str, bool]:
+    """What dvc.yaml says of an out besides its path."""
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].values()
+    entries = [e for s in stages for part in ("outs", "metrics") for e in s.get("do", s).get(part, [])]
+    return next((dict(e[out]) for e in entries if isinstance(e, dict) and out in e), {})
+
+
+def test_a_stage_that_fails_under_dvc_leaves_the_earlier_result_and_a_good_one_replaces_it(tmp_path, monkeypatch):
+    """A folder and a file that DVC caches, and one that it does not; the flags are those of our own outs."""
+    from dvc.exceptions import ReproductionError
+    from dvc.repo import Repo
+
+    monkeypatch.setenv("DVC_NO_ANALYTICS", "true")
+    monkeypatch.chdir(tmp_path)
+    flags = {"out/folder": "artifacts/calibration", "out/file.json": "artifacts/metrics/calibrate.json",
+             "out/report.md": "reports/report.md"}  # fmt: skip
+    commands = (
+        "import sys; from pathlib import Path; from pipeline import provenance as p\n"
+        "what = Path('input').read_text()\n"
+        "if what == 'bad': sys.exit(3)\n"
+        "with p.whole_folder(Path('out/folder')) as folder: (folder / what).write_text(what)\n"
+        "p.write_text(Path('out/file.json'), what); p.write_text(Path('out/report.md'), what)\n"
+    )
+    Path("make.py").write_text(commands)
+    stage = {"cmd": f"{sys.executable} make.py", "deps": ["make.py", "input"]}
+
+    def results() -> dict[str, str]:
+        return {p.relative_to("out").as_posix(): p.read_text() for p in Path("out").rglob("*") if p.is_file()}
+
+    def graph(outs: list[object]) -> Repo:
+        Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"s": stage | {"outs": outs}}}))
+        return Repo(".")
+
+    first, second = ({"folder/" + w: w, "file.json": w, "report.md": w} for w in ("one", "two"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("input").write_text("one")
+    with Repo.init(".", no_scm=True):
+        plain = ["out/folder", "out/file.json", {"out/report.md": {"cache": False}}]
+    with graph(plain) as repo:
+        repo.reproduce()
+    lock = Path("dvc.lock").read_bytes()
+    with graph([{name: flags_of(ours)} for name, ours in flags.items()]) as repo:
+        assert repo.status() == {}, "results made before the outs persisted are as good"
+        Path("input").write_text("bad")
+        with pytest.raises(ReproductionError):
+            repo.reproduce()
+        assert results() == first and Path("dvc.lock").read_bytes() == lock
+    with Repo(".") as repo:
+        assert list(repo.status()) == ["s"], "and known to be of another input"
+        Path("input").write_text("two")
+        repo.reproduce()
+        assert results() == second, "nothing of the earlier folder stays"
+        assert repo.status() == {}
+
+
+def test_every_out_persists():
+    """DVC removes the others before it runs a stage, and then a stage that fails has cost the earlier result."""
+    from dvc.repo import Repo
+
+    with Repo(str(ROOT)) as repo:
+        removed = [str(out) for stage in repo.index.stages for out in stage.outs if not out.persist]
+    assert removed == []
 
 
 def test_memory_that_is_not_there_is_one_line_with_a_way_out():
