@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import provenance, scratch
+from pipeline.__main__ import refused
 from pipeline.measure.setup import TARGETS
 from pipeline.measure.statistics import Interval
 
@@ -123,11 +124,10 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"error: {folder}: `dvc repro` failed with exit code {code}; see above", file=sys.stderr)
                 return 1
         rows = compare(*folders)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    name = provenance.read_json(folders[0] / "reports/metrics.json")["name"]
-    provenance.write_text(args.out, markdown(name, rows))
+        name = provenance.read_json(folders[0] / "reports/metrics.json")["name"]
+        provenance.write_text(args.out, markdown(name, rows))
+    except (ValueError, OSError) as e:
+        return refused(e, [str(args.folder), str(args.out)])
     print(args.out.read_text())
     return int(any(r.same is False and r.kind == "identical" for r in rows))
 

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from data_fixtures import tiny_target
 from smoke_graph import ROOT, environment, run
+from test_safety import ordinary
 
-from pipeline import provenance
+from pipeline import config, distill, provenance
+from pipeline.__main__ import disk_trouble, main
+from pipeline.checkpoint import random_llama
+from pipeline.measure import baseline
 from pipeline.measure.memory import allocation_failure
+from pipeline.quantizers import Quantized
+from pipeline.quantizers.export import write_checkpoint
+from pipeline.quantizers.plan import Plan
 from pipeline.scratch import drop_broken_lock
 
 STAGES = (
@@ -97,6 +110,136 @@ def test_a_disk_that_takes_nothing_costs_one_line_and_no_result(smoke, tmp_path,
     assert len(lines) == 1 and "Traceback" not in said, said
     due = "No space left on device" if fault == "full" else "Read-only file system"
     assert due in lines[0] and str(disk) in lines[0] and "run again" in lines[0], "what, where, and a way out"
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may be longer than 16 KiB: what fits in a header fails with the weights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, hard))  # Python ignores the signal, so that the write fails
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def random_target(folder: Path, _: Path) -> None:
+    from data_fixtures import SHAPE
+
+    random_llama.make(SHAPE, folder, dtype=torch.float32, seed=1)
+
+
+def distilled(folder: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    distill.write(AutoModelForCausalLM.from_pretrained(model), model, torch.float32, folder)
+
+
+def exported(folder: Path, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(model / "model.safetensors")
+    made = Quantized(tensors=tensors, config={}, solved={}, rows=0, tokens=0, versions={})
+    write_checkpoint(made, Plan(family="llama", shapes={}, ignored={}, vocab_size=320), model, folder)
+
+
+def logits(folder: Path, _: Path) -> None:
+    from pipeline.measure.quality import CompactLogits, StreamScores
+
+    compact = CompactLogits(torch.zeros(100, 100), torch.zeros(100, 100), torch.zeros(100))
+    baseline.write_logits(folder, {"prose": StreamScores(np.zeros(100), compact, None, None)}, {})
+
+
+@pytest.mark.parametrize("write", [random_target, distilled, exported, logits])
+def test_weights_that_the_disk_does_not_take_are_one_line_whoever_writes_them(
+    tmp_path, monkeypatch, capsys, request, write
+):
+    """A stage of whatever writes safetensors, by the one place through which all stages run."""
+    model = tiny_target(tmp_path / "model")
+    request.getfixturevalue("small_files")
+
+    def run(*, out: Path) -> dict[str, int]:
+        with provenance.whole_folder(out) as folder:
+            write(folder, model)
+        return {}
+
+    monkeypatch.setitem(sys.modules, "pipeline.stages.environment", SimpleNamespace(run=run))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/old").write_text("an earlier result")
+    assert main(["environment", "out=out", f"--params={ROOT / 'params.yaml'}"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: File too large, for out; raise the limit"), line
+    assert [p.name for p in tmp_path.glob("out*/*")] == ["old"] and not list(tmp_path.glob("*.partial"))
+
+
+ALMOST_FULL = """
+set -eu
+mount -t tmpfs -o size=64k none "$DISK"
+exec "$@"
+"""
+
+
+def test_weights_for_which_the_disk_is_too_small_are_one_line(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not can_mount(disk):
+        pytest.skip("no mounts in a user namespace here (unshare)")
+    (tmp_path / "params.yaml").write_text(config.compose(ROOT / "conf", ["experiment=smoke"]))
+    command = [sys.executable, "-m", "pipeline", "fetch_target", f"out={disk}/target"]
+    done = subprocess.run(
+        [*UNSHARE, "bash", "-c", ALMOST_FULL, "bash", *command],
+        cwd=tmp_path, env=environment(ROOT) | {"DISK": str(disk)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: No space left on device, for {disk}/target; free some space"), line
+
+
+def test_other_words_for_a_disk_that_takes_nothing():
+    full = "No space left on device, for out; free some space and run again: nothing half-written was kept"
+    for error in (
+        OSError(28, "No space left"),
+        ValueError("run_autoawq.py ended with status 1: OSError: [Errno 28] No space left on device: 'x'"),
+        ValueError("run_autoawq.py ended with status 1: SafetensorError: I/O error: ... (os error 28)"),
+        shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")]),
+    ):
+        assert disk_trouble(error, ["out"]) == full
+    for error in (OSError(2, "not found"), ValueError("[Errno 2] not found"), ValueError("28")):
+        assert disk_trouble(error, ["out"]) is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root without setpriv")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("compile", "experiment=smoke"), "{checkout}"),
+        (("scratch", "artifacts/smoke", "experiment=smoke"), "{checkout}/artifacts"),
+        (("scratch", "{closed}/smoke", "experiment=smoke"), "{closed}"),
+        (("verify", "experiment=smoke"), "{checkout}/artifacts"),
+        (("environment", "out={closed}/x/environment.json"), "{closed}"),
+    ],
+)
+def test_a_folder_that_this_user_cannot_write_is_one_line(tmp_path, words, named):
+    checkout, closed = tmp_path / "checkout", tmp_path / "closed"
+    shutil.copytree(ROOT / "conf", checkout / "conf")
+    shutil.copyfile(ROOT / "params.yaml", checkout / "params.yaml")
+    closed.mkdir()
+    for folder in (checkout, closed):
+        folder.chmod(0o555)
+    module, *rest = [word.format(closed=closed) for word in words]
+    program = ["-m", "pipeline", module] if module == "environment" else ["-m", f"pipeline.{module}"]
+    try:
+        done = subprocess.run(
+            [*ordinary(), sys.executable, *program, *rest],
+            cwd=checkout, env=environment(ROOT), capture_output=True, text=True,
+        )  # fmt: skip
+    finally:
+        for folder in (checkout, closed):
+            folder.chmod(0o755)
+    (line,) = done.stderr.splitlines()
+    due = named.format(checkout=checkout, closed=closed)
+    assert done.returncode == 1 and line.startswith("error: ") and due in line, line
+    assert line.endswith("permission denied; give this user access to it, or choose another place")
 
 
 def flags_of(out: str) -> dict[str, bool]:
