@@ -39,7 +39,7 @@ params: setup ## compile conf/ into params.yaml
 repro: setup ## the answer for the committed experiment: environments, all stages, the report
 	@! python -m pipeline.compile --needs-quantizers || $(MAKE) --no-print-directory setup-quantizers
 	@python -m pipeline.compile --unlock
-	dvc repro
+	dvc repro || { code=$$?; dvc checkout --quiet || true; exit $$code; }
 	@python -m pipeline.compile --verdict
 
 # two at a time, each on one core: most tests wait for imports, and threads that share a core wait for each other

@@ -8,10 +8,12 @@ provenance, to `metrics=path`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import importlib
 import inspect
 import os
+import re
 import resource
 import shutil
 import signal
@@ -19,12 +21,19 @@ import sys
 import time
 import types
 import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline import config, progress, provenance
 
 STAGES_DIR = Path(__file__).parent / "stages"
+WAYS_OUT = {  # for a disk that takes nothing
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EROFS: "make the folder writable",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+}
 SECTION_NAMES = {hint: name for name, hint in typing.get_type_hints(config.Params).items()}
 
 
@@ -78,7 +87,8 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     refuse_unusable(stage, paths, metrics_path)
     inputs = hashes({n: p for n, p in paths.items() if not n.startswith("out")})
     started = time.monotonic()
-    metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
+    with system_errors():
+        metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
     plain_sections = provenance.finite(chosen)
     record = {
         "stage": stage,
@@ -176,8 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as e:
         if os.environ.get("PIPELINE_TRACEBACK"):
             raise
-        print(f"error: {disk_trouble(e, places) or one_line(e)}", file=sys.stderr)
-        return 2 if isinstance(e, ValueError) else 1
+        return refused(e, places)
     except RuntimeError as e:
         from pipeline.measure.memory import allocation_failure
 
@@ -191,19 +200,51 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def disk_trouble(error: BaseException, places: list[str]) -> str | None:
-    """A disk that takes nothing, in one line with what was to be written; None for any other error."""
+@contextlib.contextmanager
+def system_errors() -> Iterator[None]:
+    """What the system refused to safetensors, of whoever writes with it, as the OSError that it is."""
+    try:
+        yield
+    except Exception as e:
+        found = re.search(r"\(os error (\d+)\)", str(e))
+        if type(e).__name__ != "SafetensorError" or found is None:  # importing the class would import torch
+            raise
+        raise OSError(int(found[1]), str(e)) from e
+
+
+def refused(error: Exception, places: Sequence[str]) -> int:
+    """Print the one line of an error that ended a command which was to write `places`; returns the exit code."""
+    trouble = disk_trouble(error, places)
+    print(f"error: {trouble or one_line(error)}", file=sys.stderr)
+    return 2 if isinstance(error, ValueError) and trouble is None else 1
+
+
+def disk_trouble(error: BaseException, places: Sequence[str]) -> str | None:
+    """A disk that takes nothing, in one line with what was to be written; None for any other error.
+
+    The error of a library's own process, or of many files at once, has the system's number in its text alone.
+    """
     code = getattr(error, "errno", None)
-    if code not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    if code is None:
+        found = re.search(r"\(os error (\d+)\)|\[Errno (\d+)\]", str(error))
+        code = int(found[1] or found[2]) if found else None
+    if code not in WAYS_OUT:
         return None
-    way_out = "make the folder writable" if code == errno.EROFS else "free some space"
-    return f"{os.strerror(code)}, for {', '.join(places)}; {way_out} and run again: nothing half-written was kept"
+    return (
+        f"{os.strerror(code)}, for {', '.join(places)}; {WAYS_OUT[code]} and run again: nothing half-written was kept"
+    )
 
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"{error.filename}: not found; run `dvc repro` to produce it, or correct the path"
+    elif isinstance(error, PermissionError) and error.filename is not None:
+        path = Path(error.filename).absolute()  # of what is written whole the name is passing, the folder is not
+        place = path.parent if path.name.endswith(".partial") else path
+        text = f"{place}: permission denied; give this user access to it, or choose another place"
+    elif isinstance(error, shutil.Error) and isinstance(error.args[0], list):
+        text = f"{error.args[0][0][-1]} ({len(error.args[0])} files could not be copied); correct it and run again"
     return config.redacted(text)
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from pipeline import config, provenance
+from pipeline.__main__ import refused
 from pipeline.plan import archived_backends, plan
 from pipeline.scratch import drop_broken_lock
 
@@ -51,9 +52,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.check:
             return _check(text)
         provenance.write_text(PARAMS, text)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as e:
+        return refused(e, [str(PARAMS)])
     return 0
 
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from pipeline import config, provenance
+from pipeline.__main__ import refused
 
 COPIED = ("pipeline", "conf", "evals", "dvc.yaml", "envs")
 DVC = (sys.executable, "-m", "dvc")
@@ -25,7 +26,10 @@ NOT_COPIED = shutil.ignore_patterns("__pycache__", ".venv", "*.partial")
 
 
 def make(root: Path, folder: Path, overrides: list[str]) -> None:
-    """Lay the copy out in `folder`; results that lie there already stay, so that a run goes on where it stopped."""
+    """Lay the copy out in `folder`; results that lie there already stay, so that a run goes on where it stopped.
+
+    Raises ConfigError for overrides that do not compile, and OSError for a folder that cannot be written.
+    """
     text = config.compose(root / "conf", overrides)
     folder.mkdir(parents=True, exist_ok=True)
     for name in COPIED:
@@ -43,7 +47,9 @@ def make(root: Path, folder: Path, overrides: list[str]) -> None:
     if not (folder / "reports/sweep.json").exists():
         provenance.write_json(folder / "reports/sweep.json", {"points": []})
     if not (folder / ".dvc").exists():
-        subprocess.run([*DVC, "init", "--no-scm", "--quiet"], cwd=folder, check=True)
+        code = subprocess.run([*DVC, "init", "--no-scm", "--quiet"], cwd=folder, check=False).returncode
+        if code:
+            raise OSError(f"{folder}: `dvc init` failed with exit code {code}; see above")
 
 
 def _make_writable(folder: Path) -> None:
@@ -96,10 +102,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         make(Path.cwd(), args.folder, args.overrides)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    return reproduce(args.folder)
+        return reproduce(args.folder)
+    except (ValueError, OSError) as e:
+        return refused(e, [str(args.folder)])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import provenance, scratch
+from pipeline.__main__ import refused
 from pipeline.measure.setup import TARGETS
 from pipeline.measure.statistics import Interval
 
@@ -196,11 +197,10 @@ def main(argv: list[str] | None = None) -> int:
                 return 1
         rows = compare(*folders)
         works = [other_work(folder) for folder in folders]
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    name = provenance.read_json(folders[0] / "reports/metrics.json")["name"]
-    provenance.write_text(args.out, markdown(name, rows, works))
+        name = provenance.read_json(folders[0] / "reports/metrics.json")["name"]
+        provenance.write_text(args.out, markdown(name, rows, works))
+    except (ValueError, OSError) as e:
+        return refused(e, [str(args.folder), str(args.out)])
     print(args.out.read_text())
     return int(any(r.same is False and r.kind == "identical" for r in rows))
 

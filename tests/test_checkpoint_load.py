@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from checkpoint_fixtures import edit_config, quantized, rewrite, saved, tiny
+from safetensors.torch import load_file
 
 from pipeline.checkpoint.files import CheckpointError, TensorFiles
 from pipeline.checkpoint.load import dense_from_of, load_decoder
+from pipeline.checkpoint.whole import check_whole
 from pipeline.engine import native
 from pipeline.engine.linear import ROW_CANDIDATES
 from pipeline.engine.skeleton import SAID, plain_config
@@ -344,3 +346,21 @@ def test_decoding_starts_without_importing_transformers(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "GPT2"])
+def test_a_folder_is_known_to_be_whole_before_anything_loads_it(tmp_path, kind):
+    """Of an architecture that is not ours the values alone are checked, and no module is built."""
+    folder = saved(tiny(kind), tmp_path)
+    check_whole(folder)
+    name = next(n for n in load_file(folder / "model.safetensors") if n.endswith("bias") or "norm" in n)
+    rewrite(folder, lambda t: t.update({name: t[name][:-1].clone()}))
+    if kind == "GPT2":
+        check_whole(folder)
+    else:
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name}: shape .* config\.json implies"):
+            check_whole(folder)
+    saved(tiny(kind), tmp_path)
+    rewrite(folder, lambda t: t[name][0].fill_(float("inf")))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} holds 1 NaN or infinite"):
+        check_whole(folder)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from smoke_graph import environment, run
+from data_fixtures import tiny_target
+from smoke_graph import ROOT, environment, run
+from test_safety import ordinary
 
-from pipeline import provenance
+from pipeline import config, distill, provenance
+from pipeline.__main__ import disk_trouble, main
+from pipeline.checkpoint import random_llama
+from pipeline.measure import baseline
 from pipeline.measure.memory import allocation_failure
+from pipeline.quantizers import Quantized
+from pipeline.quantizers.export import write_checkpoint
+from pipeline.quantizers.plan import Plan
 from pipeline.scratch import drop_broken_lock
 
 STAGES = (
@@ -97,6 +110,204 @@ def test_a_disk_that_takes_nothing_costs_one_line_and_no_result(smoke, tmp_path,
     assert len(lines) == 1 and "Traceback" not in said, said
     due = "No space left on device" if fault == "full" else "Read-only file system"
     assert due in lines[0] and str(disk) in lines[0] and "run again" in lines[0], "what, where, and a way out"
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may be longer than 16 KiB: what fits in a header fails with the weights."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, hard))  # Python ignores the signal, so that the write fails
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def random_target(folder: Path, _: Path) -> None:
+    from data_fixtures import SHAPE
+
+    random_llama.make(SHAPE, folder, dtype=torch.float32, seed=1)
+
+
+def distilled(folder: Path, model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    distill.write(AutoModelForCausalLM.from_pretrained(model), model, torch.float32, folder)
+
+
+def exported(folder: Path, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(model / "model.safetensors")
+    made = Quantized(tensors=tensors, config={}, solved={}, rows=0, tokens=0, versions={})
+    write_checkpoint(made, Plan(family="llama", shapes={}, ignored={}, vocab_size=320), model, folder)
+
+
+def logits(folder: Path, _: Path) -> None:
+    from pipeline.measure.quality import CompactLogits, StreamScores
+
+    compact = CompactLogits(torch.zeros(100, 100), torch.zeros(100, 100), torch.zeros(100))
+    baseline.write_logits(folder, {"prose": StreamScores(np.zeros(100), compact, None, None)}, {})
+
+
+@pytest.mark.parametrize("write", [random_target, distilled, exported, logits])
+def test_weights_that_the_disk_does_not_take_are_one_line_whoever_writes_them(
+    tmp_path, monkeypatch, capsys, request, write
+):
+    """A stage of whatever writes safetensors, by the one place through which all stages run."""
+    model = tiny_target(tmp_path / "model")
+    request.getfixturevalue("small_files")
+
+    def run(*, out: Path) -> dict[str, int]:
+        with provenance.whole_folder(out) as folder:
+            write(folder, model)
+        return {}
+
+    monkeypatch.setitem(sys.modules, "pipeline.stages.environment", SimpleNamespace(run=run))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/old").write_text("an earlier result")
+    assert main(["environment", "out=out", f"--params={ROOT / 'params.yaml'}"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: File too large, for out; raise the limit"), line
+    assert [p.name for p in tmp_path.glob("out*/*")] == ["old"] and not list(tmp_path.glob("*.partial"))
+
+
+ALMOST_FULL = """
+set -eu
+mount -t tmpfs -o size=64k none "$DISK"
+exec "$@"
+"""
+
+
+def test_weights_for_which_the_disk_is_too_small_are_one_line(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not can_mount(disk):
+        pytest.skip("no mounts in a user namespace here (unshare)")
+    (tmp_path / "params.yaml").write_text(config.compose(ROOT / "conf", ["experiment=smoke"]))
+    command = [sys.executable, "-m", "pipeline", "fetch_target", f"out={disk}/target"]
+    done = subprocess.run(
+        [*UNSHARE, "bash", "-c", ALMOST_FULL, "bash", *command],
+        cwd=tmp_path, env=environment(ROOT) | {"DISK": str(disk)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: No space left on device, for {disk}/target; free some space"), line
+
+
+def test_other_words_for_a_disk_that_takes_nothing():
+    full = "No space left on device, for out; free some space and run again: nothing half-written was kept"
+    for error in (
+        OSError(28, "No space left"),
+        ValueError("run_autoawq.py ended with status 1: OSError: [Errno 28] No space left on device: 'x'"),
+        ValueError("run_autoawq.py ended with status 1: SafetensorError: I/O error: ... (os error 28)"),
+        shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")]),
+    ):
+        assert disk_trouble(error, ["out"]) == full
+    for error in (OSError(2, "not found"), ValueError("[Errno 2] not found"), ValueError("28")):
+        assert disk_trouble(error, ["out"]) is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root without setpriv")
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("compile", "experiment=smoke"), "{checkout}"),
+        (("scratch", "artifacts/smoke", "experiment=smoke"), "{checkout}/artifacts"),
+        (("scratch", "{closed}/smoke", "experiment=smoke"), "{closed}"),
+        (("verify", "experiment=smoke"), "{checkout}/artifacts"),
+        (("environment", "out={closed}/x/environment.json"), "{closed}"),
+    ],
+)
+def test_a_folder_that_this_user_cannot_write_is_one_line(tmp_path, words, named):
+    checkout, closed = tmp_path / "checkout", tmp_path / "closed"
+    shutil.copytree(ROOT / "conf", checkout / "conf")
+    shutil.copyfile(ROOT / "params.yaml", checkout / "params.yaml")
+    closed.mkdir()
+    for folder in (checkout, closed):
+        folder.chmod(0o555)
+    module, *rest = [word.format(closed=closed) for word in words]
+    program = ["-m", "pipeline", module] if module == "environment" else ["-m", f"pipeline.{module}"]
+    try:
+        done = subprocess.run(
+            [*ordinary(), sys.executable, *program, *rest],
+            cwd=checkout, env=environment(ROOT), capture_output=True, text=True,
+        )  # fmt: skip
+    finally:
+        for folder in (checkout, closed):
+            folder.chmod(0o755)
+    (line,) = done.stderr.splitlines()
+    due = named.format(checkout=checkout, closed=closed)
+    assert done.returncode == 1 and line.startswith("error: ") and due in line, line
+    assert line.endswith("permission denied; give this user access to it, or choose another place")
+
+
+def flags_of(out: str) -> dict[str, bool]:
+    """What dvc.yaml says of an out besides its path."""
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].values()
+    entries = [e for s in stages for part in ("outs", "metrics") for e in s.get("do", s).get(part, [])]
+    return next((dict(e[out]) for e in entries if isinstance(e, dict) and out in e), {})
+
+
+def test_a_stage_that_fails_under_dvc_leaves_the_earlier_result_and_a_good_one_replaces_it(tmp_path, monkeypatch):
+    """A folder and a file that DVC caches, and one that it does not; the flags are those of our own outs."""
+    from dvc.exceptions import ReproductionError
+    from dvc.repo import Repo
+
+    monkeypatch.setenv("DVC_NO_ANALYTICS", "true")
+    monkeypatch.chdir(tmp_path)
+    flags = {"out/folder": "artifacts/calibration", "out/file.json": "artifacts/metrics/calibrate.json",
+             "out/report.md": "reports/report.md"}  # fmt: skip
+    commands = (
+        "import sys; from pathlib import Path; from pipeline import provenance as p\n"
+        "what = Path('input').read_text()\n"
+        "if what == 'bad': sys.exit(3)\n"
+        "with p.whole_folder(Path('out/folder')) as folder: (folder / what).write_text(what)\n"
+        "p.write_text(Path('out/file.json'), what); p.write_text(Path('out/report.md'), what)\n"
+    )
+    Path("make.py").write_text(commands)
+    stage = {"cmd": f"{sys.executable} make.py", "deps": ["make.py", "input"]}
+
+    def results() -> dict[str, str]:
+        return {p.relative_to("out").as_posix(): p.read_text() for p in Path("out").rglob("*") if p.is_file()}
+
+    def graph(outs: list[object]) -> Repo:
+        Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {"s": stage | {"outs": outs}}}))
+        return Repo(".")
+
+    first, second = ({"folder/" + w: w, "file.json": w, "report.md": w} for w in ("one", "two"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("input").write_text("one")
+    with Repo.init(".", no_scm=True):
+        plain = ["out/folder", "out/file.json", {"out/report.md": {"cache": False}}]
+    with graph(plain) as repo:
+        repo.reproduce()
+    lock = Path("dvc.lock").read_bytes()
+    with graph([{name: flags_of(ours)} for name, ours in flags.items()]) as repo:
+        assert repo.status() == {}, "results made before the outs persisted are as good"
+        Path("input").write_text("bad")
+        with pytest.raises(ReproductionError):
+            repo.reproduce()
+        assert results()["report.md"] == "one", "outside DVC's cache, it must never go"
+        repo.checkout()  # as `make repro` does
+        assert results() == first and Path("dvc.lock").read_bytes() == lock
+    with Repo(".") as repo:
+        assert list(repo.status()) == ["s"], "and known to be of another input"
+        Path("input").write_text("two")
+        repo.reproduce()
+        assert results() == second, "nothing of the earlier folder stays"
+        assert repo.status() == {}
+
+
+def test_every_out_outside_the_cache_persists():
+    """DVC removes outs before it runs a stage, and one that fails has then cost the earlier result; but what persists
+    is not in DVC's cache of runs, so the others do not."""
+    from dvc.repo import Repo
+
+    with Repo(str(ROOT)) as repo:
+        outs = [out for stage in repo.index.stages for out in stage.outs]
+    assert {str(out) for out in outs if not out.use_cache} == {str(out) for out in outs if out.persist}
+    assert any(out.persist for out in outs)
 
 
 def test_memory_that_is_not_there_is_one_line_with_a_way_out():

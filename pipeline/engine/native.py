@@ -1,15 +1,18 @@
 """The C++ kernels of kernels/*.cpp, compiled once a machine and torch version, and what was measured of them there.
 
-Both are kept in the folder that the environment variable KERNELS_DIR names (else in the temporary one); the library
-loads in milliseconds. Not torch's extension loader: a build that is killed there leaves a lock on which the next
+Both are kept in the folder that the environment variable KERNELS_DIR names (else in the temporary one); where that
+cannot be written, as in a read-only checkout, what it lacks is kept in the user's cache. The library loads in
+milliseconds. Not torch's extension loader: a build that is killed there leaves a lock on which the next
 process waits for ever. Here a process that finds no library compiles its own and renames it into place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 
+LOGGER = logging.getLogger("pipeline")
 SOURCES = sorted(Path(__file__).parent.joinpath("kernels").glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.joinpath("kernels").glob("*.h"))
 FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
@@ -40,8 +44,21 @@ def refusal() -> str | None:
     return None
 
 
-def folder() -> Path:
-    return Path(os.environ.get("KERNELS_DIR", Path(tempfile.gettempdir()) / f"kernels-{os.getuid()}"))
+def folders() -> list[Path]:
+    """Where to look, in this order; the last one is where to write. The user's cache only where the first is closed."""
+    first = Path(os.environ.get("KERNELS_DIR", Path(tempfile.gettempdir()) / f"kernels-{os.getuid()}"))
+    if _writable(first):
+        return [first]
+    return [first, Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "quantspec/kernels"]
+
+
+def _writable(folder: Path) -> bool:
+    """Made if need be; False when it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _flags() -> list[str]:
@@ -59,9 +76,10 @@ def key() -> str:
 def _library(compiler: str) -> Path:
     from torch.utils.cpp_extension import include_paths
 
-    library = folder() / f"kernels-{key()}.so"
+    places = [folder / f"kernels-{key()}.so" for folder in folders()]
+    library = next((place for place in places if place.exists()), places[-1])
     if not library.exists():
-        folder().mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}.partial")
         includes = [f"-I{path}" for path in include_paths()]
         links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
@@ -77,18 +95,29 @@ def _library(compiler: str) -> Path:
 def remembered(question: str, measure: Callable[[], Any]) -> Any:
     """The answer (JSON) measured once on this machine for these kernels and `question`, or measured now.
 
-    A timing that decides between kernels must not come out otherwise in the next process of the same study.
+    A timing that decides between kernels must not come out otherwise in the next process of the same study. Where
+    nothing can be written, each process measures anew.
     """
-    path = folder() / f"choices-{key()}.json"
-    known = _read(path)
-    if question not in known:
-        answer = measure()
-        known = {question: answer, **_read(path)}  # another process may have answered meanwhile: the first one stands
-        folder().mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+    paths = [folder / f"choices-{key()}.json" for folder in folders()]
+    for path in paths:
+        if question in (known := _read(path)):
+            return known[question]
+    answer = measure()
+    known = {question: answer, **_read(paths[-1])}  # another process may have answered meanwhile: the first one stands
+    _write(paths[-1], known)
+    return known[question]
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
         partial.replace(path)
-    return known[question]
+    except OSError as e:
+        LOGGER.warning("%s cannot be written (%s): what was measured of the kernels is measured again", path, e)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -14,12 +14,14 @@ SHAPE_KEYS = ("num_hidden_layers", "hidden_size", "vocab_size")
 def run(model: Model, runtime: Runtime, *, out: Path) -> dict[str, Any]:
     """Fetch or make the model, write it to `out` with source.json, and return its size and shape.
 
-    Raises SourceError (absent, unreachable, gated, pickled, wrong hash) or ConversionError (a GGUF file that the
-    converted folder does not agree with); `out` then keeps what it held.
+    Raises SourceError (absent, unreachable, gated, pickled, wrong hash), ConversionError (a GGUF file that the
+    converted folder does not agree with) or CheckpointError (weights that are not config.json's, or not numbers); `out`
+    then keeps what it held.
     """
     with provenance.whole_folder(out) as folder:
         conversions = _materialize(model, runtime, folder)
         config = _check_folder(folder, model)
+        check_weights(folder)
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         source = {
             "name": model.name,
@@ -112,6 +114,13 @@ def _check_folder(folder: Path, model: Model) -> dict[str, Any]:
         )
     read_tokens(folder)
     return config
+
+
+def check_weights(folder: Path) -> None:
+    """Raises CheckpointError: what every later stage would meet, after hours perhaps."""
+    from pipeline.checkpoint.whole import check_whole
+
+    check_whole(folder)
 
 
 def count_parameters(folder: Path) -> int:

@@ -12,6 +12,7 @@ from bad_input.world import Plant, Row, bytes_of, each, edit, header, put, remov
 
 WEIGHTS = "source/model.safetensors"
 LAYER = "model.layers.0.mlp.down_proj"
+NORM = "model.norm.weight"
 AGAIN = "again"
 
 
@@ -53,6 +54,12 @@ def sized(count: int) -> Callable[[bytes], bytes]:
 
 def ten_gigabytes(head: dict[str, Any]) -> None:
     head["model.norm.weight"]["shape"] = [5 * 2**30]
+
+
+def infinite_one(raw: bytes) -> bytes:
+    """A 1.0 of a norm, whose exponent is one bit from infinity's."""
+    last = raw.index(struct.pack("<f", 1.0) * 64) + 3
+    return raw[:last] + bytes([raw[last] ^ 0x40]) + raw[last + 1 :]
 
 
 def without_end(raw: bytes) -> bytes:
@@ -144,8 +151,51 @@ ROWS = [
         each(put("model.path", "sharded"), bytes_of("sharded/model-00001-of-00002.safetensors", without_end)),
         r"model-00001.*not a whole",
     ),
+    full(
+        "a tensor of another shape than config.json says",
+        tensors("source", lambda t: t.update({NORM: t[NORM][:-1].clone()})),
+        rf"model\.safetensors: {NORM}: shape \[63\], but config\.json implies \[64\]",
+    ),
+    full(
+        "config.json of a wider model",
+        edit("source/config.json", lambda c: c.update(intermediate_size=256)),
+        r"mlp\.gate_proj\.weight: shape \[128, 64\], but config\.json implies \[256, 64\]",
+    ),
+    full(
+        "config.json of a shallower model",
+        edit("source/config.json", lambda c: c.update(num_hidden_layers=1)),
+        r"model\.layers\.1\.\S+: in the file, but",
+        r"check config\.json",
+    ),
+    full(
+        "config.json of a billion layers",
+        edit("source/config.json", lambda c: c.update(num_hidden_layers=10**9)),
+        r"config\.json: num_hidden_layers: 1000000000, but 20 tensors are there",
+        "correct it",
+    ),
+    full(
+        "a tensor missing",
+        tensors("source", part("weight", lambda t: None)),
+        rf"{LAYER}\.weight: not in the file",
+    ),
+    full(
+        "no head, and not tied",
+        edit("source/config.json", lambda c: c.update(tie_word_embeddings=False)),
+        r"lm_head\.weight: not in the file",
+        "set tie_word_embeddings to true",
+    ),
+    full(
+        "NaN",
+        tensors("source", lambda t: t[f"{LAYER}.weight"][3, 4:6].fill_(float("nan"))),
+        rf"model\.safetensors: {LAYER}\.weight holds 2 NaN or infinite values",
+    ),
+    full(
+        "data: one bit flipped",
+        bytes_of(WEIGHTS, infinite_one),
+        r"model\.safetensors: model\.\S*norm\.weight holds 1 NaN or infinite values",
+    ),
     Row(
-        "full: NaN weights",
+        "full: NaN weights met by a quantizer",
         "quantize@gptq model=model",
         each(
             put("quantize.gptq.backend", "llmcompressor"),
