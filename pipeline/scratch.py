@@ -7,6 +7,8 @@ overrides, a DVC repository without Git, and the results. Nothing in this reposi
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline import config, provenance
@@ -22,6 +25,28 @@ COPIED = ("pipeline", "conf", "evals", "dvc.yaml", "envs")
 DVC = (sys.executable, "-m", "dvc")
 WRITTEN_S = 0.5  # DVC's file of some hundred bytes takes microseconds
 NOT_COPIED = shutil.ignore_patterns("__pycache__", ".venv", "*.partial")
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """`folder` for this process alone. Raises ConfigError naming the process that holds it.
+
+    The lock ends with the process, however that ends; the file stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".scratch.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise config.ConfigError(
+                f"{folder}: {holder} is at work in it; wait until it has ended, or give another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} (since {time.strftime('%H:%M:%S')})\n")
+        file.flush()
+        yield
 
 
 def make(root: Path, folder: Path, overrides: list[str]) -> None:
@@ -95,11 +120,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, such as experiment=smoke")
     args = parser.parse_args(argv)
     try:
-        make(Path.cwd(), args.folder, args.overrides)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    return reproduce(args.folder)
+        config.compose(Path("conf"), args.overrides)  # what is refused leaves no folder
+        with held(args.folder):
+            make(Path.cwd(), args.folder, args.overrides)
+            return reproduce(args.folder)
+    except (ValueError, OSError) as e:
+        print(f"error: {config.redacted(str(e))}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
 
 
 if __name__ == "__main__":
