@@ -176,7 +176,7 @@ def choose(draw: random.Random, spans: Spans, done: set[str], aimed: set[str]) -
     ahead = [s for s in order if s not in done | aimed and (s != BETWEEN or order[0] not in done)]
     if not ahead:
         return None
-    sent, at, of_worker = draw.choice(SIGNALS), draw.uniform(0.0, 0.95), draw.random() < 0.5
+    sent, at, of_worker = draw.choice(SIGNALS), draw.uniform(0.0, 0.8), draw.random() < 0.5
     victim = draw.choice(("dvc", "stage")) if ahead[0] != BETWEEN else "dvc"
     if of_worker and (ahead[0], "worker") in spans:
         victim, sent = "worker", signal.SIGTERM if sent == signal.SIGINT else sent
