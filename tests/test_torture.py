@@ -56,6 +56,17 @@ def test_what_outlives_a_kill_is_named_and_counts_as_not_survived(tmp_path, monk
     assert torture.processes(tmp_path) == [], "what was left is ended by force"
 
 
+def test_dvc_is_not_hit_by_what_it_does_not_hear(tmp_path, monkeypatch):
+    """It ignores SIGINT while a stage runs, and for a moment after that."""
+    monkeypatch.setattr(torture, "GONE_WITHIN_S", 3.0)
+    stage = 'subprocess.run([sys.executable, "-m", "pipeline", "calibrate"])'
+    ignored = f"signal.signal(2, 1)\n{stage}\ntime.sleep(2)\nsignal.signal(2, 0)\ntime.sleep(60)"
+    (tmp_path / "dvc.py").write_text(f"import signal, subprocess, sys, time\n{ignored}\n")
+    (tmp_path / "pipeline.py").write_text("import time\ntime.sleep(1)\n")
+    kill = torture.hit(tmp_path, torture.Aim(signal.SIGINT, "dvc", torture.BETWEEN, 0.1), SPANS, ())
+    assert (kill.stage, kill.victim, kill.left) == (torture.BETWEEN, "dvc", [])
+
+
 def test_stages_take_turns_and_a_seed_gives_the_same_aims():
     spans = {(s, k): 1.0 for s in ("a", torture.BETWEEN, "b", "c") for k in ("dvc", "stage")} | {("c", "worker"): 1.0}
 

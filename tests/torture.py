@@ -167,6 +167,15 @@ def printed(folder: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def ignores_sigint(pid: int) -> bool:
+    """DVC does while a stage runs and until it sees that stage's end: a Ctrl-C in the moment between is lost."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1)
+    return False
+
+
 def choose(draw: random.Random, spans: Spans, done: set[str], aimed: set[str]) -> Aim | None:
     """At the next stage of the graph that is neither done nor was aimed at before; None when there is no other.
 
@@ -195,13 +204,13 @@ def hit(folder: Path, aim: Aim, spans: Spans, targets: tuple[str, ...]) -> Kill 
         passed = aim.stage in stages and stage != aim.stage  # it ended sooner than in the undisturbed run
         if due_at is None and stage == aim.stage and aim.victim in alive and (stage != BETWEEN or stages - {BETWEEN}):
             due_at = time.monotonic() + aim.at * spans[aim.stage, aim.victim]
-        if due_at is not None and (time.monotonic() >= due_at or passed):
+        deaf = stage == BETWEEN and aim.signal == signal.SIGINT and ignores_sigint(running.pid)
+        if due_at is not None and (time.monotonic() >= due_at or passed) and not deaf:
             break
         stages.add(stage)
         time.sleep(LOOK_EVERY_S)
     else:
         return None
-    stage, alive = look(running)
     victim = next(v for v in (aim.victim, "stage", "dvc") if v in alive)
     due = processes(folder) if victim == "dvc" else below(alive[victim])
     killed_at = time.monotonic()
