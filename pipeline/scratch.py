@@ -88,24 +88,42 @@ def environment(root: Path, folder: Path) -> dict[str, str]:
 
 
 def drop_broken_lock(folder: Path) -> None:
-    """Removes the file in which DVC notes who reads and writes what, when a kill left it half-written.
+    """Removes what a kill left half-written of DVC's two files: who reads and writes what, and dvc.lock.
 
-    DVC writes it in place, and would refuse every later run. One that is being written is whole a moment later.
+    DVC writes them in place, and would refuse every later run; results whose entry is lost come back from its cache of
+    runs. A file that is being written is whole a moment later, and one with a merge conflict is the user's to solve.
     """
-    path = folder / ".dvc/tmp/rwlock"
-    for last_look in (False, True):
-        try:
-            json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return
-        except ValueError:
+    for path, whole in ((folder / ".dvc/tmp/rwlock", _whole_json), (folder / "dvc.lock", _whole_lock)):
+        for last_look in (False, True):
+            try:
+                if whole(path.read_bytes()):
+                    break
+            except FileNotFoundError:
+                break
             if last_look:
                 path.unlink(missing_ok=True)
                 print(f"{path}: half-written by a run that was killed; removed", file=sys.stderr)
             else:
                 time.sleep(WRITTEN_S)
-        else:
-            return
+
+
+def _whole_json(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole_lock(raw: bytes) -> bool:
+    import yaml
+
+    if b"<<<<<<<" in raw:
+        return True
+    try:
+        return yaml.load(raw, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) is not None
+    except yaml.YAMLError:
+        return False
 
 
 def reproduce(folder: Path) -> int:

@@ -100,6 +100,18 @@ def test_a_scratch_folder_that_is_held_names_its_holder(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(("text", "stays"), [
+    ("", False), ("schema: '2.0'\nstages:\n  a:\n    cmd: x\n    ou", False), ("schema: '2.0'\nstages: {}\n", True),
+    ("<<<<<<< ours\nschema: '2.0'\n", True),
+])  # fmt: skip
+def test_a_dvc_lock_that_a_kill_left_half_written_is_removed(tmp_path, monkeypatch, text, stays):
+    """DVC refuses an empty one as well; one that Git left in conflict is not ours."""
+    monkeypatch.setattr(scratch, "WRITTEN_S", 0.0)
+    (tmp_path / "dvc.lock").write_text(text)
+    scratch.drop_broken_lock(tmp_path)
+    assert (tmp_path / "dvc.lock").exists() == stays
+
+
 @pytest.mark.slow
 def test_eight_sweeps_of_one_second_have_a_folder_each(laid):
     command = (sys.executable, "-m", "pipeline.sweep", "--multirun", "experiment=smoke", "sweep.stages=[fetch_corpus]")

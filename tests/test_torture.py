@@ -67,6 +67,14 @@ def test_dvc_is_not_hit_by_what_it_does_not_hear(tmp_path, monkeypatch):
     assert (kill.stage, kill.victim, kill.left) == (torture.BETWEEN, "dvc", [])
 
 
+def test_an_empty_lock_file_names_no_stage(tmp_path):
+    assert torture.locked(tmp_path) == set()
+    (tmp_path / "dvc.lock").write_text("")
+    assert torture.locked(tmp_path) == set()
+    (tmp_path / "dvc.lock").write_text("schema: '2.0'\nstages:\n  a: {cmd: x}\n")
+    assert torture.locked(tmp_path) == {"a"}
+
+
 def test_stages_take_turns_and_a_seed_gives_the_same_aims():
     spans = {(s, k): 1.0 for s in ("a", torture.BETWEEN, "b", "c") for k in ("dvc", "stage")} | {("c", "worker"): 1.0}
 

@@ -145,9 +145,9 @@ def look(running: subprocess.Popen[str]) -> tuple[str, dict[str, psutil.Process]
 
 
 def locked(folder: Path) -> set[str]:
-    """Stages in dvc.lock."""
+    """Stages in dvc.lock; none in a file that a kill of DVC left empty, which the next `start` removes."""
     path = folder / "dvc.lock"
-    return set(yaml.safe_load(path.read_text())["stages"]) if path.exists() else set()
+    return set((yaml.safe_load(path.read_text()) or {}).get("stages", ())) if path.exists() else set()
 
 
 def finished(folder: Path) -> set[str]:
