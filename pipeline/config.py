@@ -24,9 +24,11 @@ class ConfigError(ValueError):
     """The user's mistake in configuration: names the key, the value, the limit and a way out."""
 
 
-# A password inside an address, a Hugging Face token: what no config may hold, since config is copied into results.
-CREDENTIALS = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)|\bhf_\w{16,}")
-SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|CREDENTIAL|API_?KEY")
+# Who logs in, inside an address (a token may stand alone there), or the token of Hugging Face or GitHub: what no config
+# may hold, since config is copied into results.
+CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)|\b(?:hf|gh[opsu])_\w{16,}")
+SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|CREDENTIAL|KEY", re.IGNORECASE)
+REFUSED_CHARS = 8  # of a secret in the environment: a shorter one may be an ordinary word
 
 
 def shown(value: Any) -> str:
@@ -301,6 +303,8 @@ def build(cls: Any, value: Any, path: str = "") -> Any:
     Raises ConfigError with the key, the value and a way out. An integer is accepted where a float is due, nothing
     else is converted: a string where a number is due is an error.
     """
+    if isinstance(value, str):
+        refuse_secret(path, value)  # first of all: other refusals repeat the value
     origin, args = typing.get_origin(cls), typing.get_args(cls)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
@@ -337,18 +341,27 @@ def redacted(text: str) -> str:
     return CREDENTIALS.sub("***", text)
 
 
+def refuse_secret(path: str, value: str) -> None:
+    """Raises ConfigError, which does not repeat it, for a credential or the value of a secret of the environment."""
+    if CREDENTIALS.search(value):
+        raise ConfigError(
+            f"{path}: holds a password or token, and config is copied into dvc.lock and results; take it out and set "
+            f"HF_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"
+        )
+    for name, secret in os.environ.items():
+        if SECRET_NAME.search(name) and len(secret) >= REFUSED_CHARS and secret in value:
+            raise ConfigError(
+                f"{path}: holds the value of the environment's {name}, and config is copied into dvc.lock and results; "
+                f"take it out: what needs {name} reads it from the environment"
+            )
+
+
 def _wrong_type(path: str, value: Any, due: str) -> ConfigError:
     found = type(value).__name__
     return ConfigError(f"{path}: {shown(value)} is {found}, but {due} is due; set it in conf/ or with -S {path}=...")
 
 
 def _check_text(path: str, value: str) -> None:
-    """A refused secret is not repeated in the message."""
-    if CREDENTIALS.search(value):
-        raise ConfigError(
-            f"{path}: holds a password or token, and config is copied into dvc.lock and results; take it out and set "
-            f"HF_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, in the environment"
-        )
     if not value.isprintable() and re.search(r"[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]", value):
         raise ConfigError(f"{path}: {shown(value)} holds a control character; retype it")
 
@@ -358,6 +371,8 @@ def _build_section(cls: Any, value: Any, path: str) -> Any:
         raise _wrong_type(path or "params.yaml", value, f"a mapping with the keys of {cls.__name__}")
     hints = typing.get_type_hints(cls)
     dot = f"{path}." if path else ""
+    for k in value:
+        refuse_secret(f"{path or 'params.yaml'}: a key", str(k))
     for unknown in [k for k in value if k not in hints]:
         near = difflib.get_close_matches(str(unknown), hints, n=1)
         known = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(hints)}"
@@ -557,7 +572,7 @@ def parse(text: str, path: Path) -> Params:
     except ConfigError:
         raise
     except (yaml.YAMLError, RecursionError, ValueError) as e:  # ValueError: a date or a number that cannot be
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(e).split())}); run `make params`") from None
+        raise ConfigError(f"{path}: not YAML ({redacted(' '.join(str(e).split()))}); run `make params`") from None
     return check(build(Params, tree))
 
 
@@ -590,6 +605,6 @@ def compose(conf_dir: Path, overrides: list[str]) -> str:
             cfg = hydra_compose("config", overrides=overrides)
         OmegaConf.resolve(cfg)
     except (HydraException, OmegaConfBaseException) as e:
-        raise ConfigError(f"{conf_dir}: {' '.join(str(e).split())}") from None
+        raise ConfigError(redacted(f"{conf_dir}: {' '.join(str(e).split())}")) from None
     check(build(Params, OmegaConf.to_container(cfg)))
     return OmegaConf.to_yaml(cfg)

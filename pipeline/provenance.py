@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -100,7 +102,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial(path)
     try:
         with partial.open("w", encoding="utf-8") as f:
             f.write(text)
@@ -121,19 +123,53 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON ({e}); delete it and run `dvc repro`") from None
 
 
+def _partial(path: Path) -> Path:
+    """A name beside `path` that is this process's own; what processes that are gone left under theirs is removed."""
+    of_path = re.compile(rf"\.{re.escape(path.name)}\.(\d{{1,9}})\.(old\.)?partial")
+    for left in path.parent.iterdir():
+        found = of_path.fullmatch(left.name)
+        if found and (int(found[1]) == os.getpid() or not _runs(int(found[1]))):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # another user's
+    return True
+
+
 @contextlib.contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A fresh folder beside `out` that takes its place when the block ends well, and vanishes otherwise."""
-    partial = out.with_name(f"{out.name}.partial")
-    old = out.with_name(f".{out.name}.old")
-    for left in (partial, old):
-        shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """A fresh folder beside `out` that takes its place when the block ends well, and vanishes otherwise.
+
+    Of two processes that write `out` at once, the one that ends last leaves its folder there, whole.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = _partial(out)
+    old = partial.with_suffix(".old.partial")
+    partial.mkdir()
     try:
         yield partial
-        if out.exists():
-            out.replace(old)  # renamed, not removed: the moment without any is as short as can be
-        partial.replace(out)
+        while partial.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                out.replace(old)  # renamed, not removed: the moment without any is as short as can be
+            try:
+                partial.replace(out)
+            except OSError as e:
+                if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise  # otherwise another process has put its own there meanwhile
     finally:
+        if old.exists() and not out.exists():
+            with contextlib.suppress(OSError):
+                old.replace(out)  # ended between the two renames
         for left in (partial, old):
             shutil.rmtree(left, ignore_errors=True)

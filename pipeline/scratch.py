@@ -7,6 +7,8 @@ overrides, a DVC repository without Git, and the results. Nothing in this reposi
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -14,6 +16,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline import config, provenance
@@ -23,6 +26,28 @@ COPIED = ("pipeline", "conf", "evals", "dvc.yaml", "envs")
 DVC = (sys.executable, "-m", "dvc")
 WRITTEN_S = 0.5  # DVC's file of some hundred bytes takes microseconds
 NOT_COPIED = shutil.ignore_patterns("__pycache__", ".venv", "*.partial")
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """`folder` for this process alone. Raises ConfigError naming the process that holds it.
+
+    The lock ends with the process, however that ends; the file stays.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".scratch.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise config.ConfigError(
+                f"{folder}: {holder} is at work in it; wait until it has ended, or give another folder"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} (since {time.strftime('%H:%M:%S')})\n")
+        file.flush()
+        yield
 
 
 def make(root: Path, folder: Path, overrides: list[str]) -> None:
@@ -69,24 +94,42 @@ def environment(root: Path, folder: Path) -> dict[str, str]:
 
 
 def drop_broken_lock(folder: Path) -> None:
-    """Removes the file in which DVC notes who reads and writes what, when a kill left it half-written.
+    """Removes what a kill left half-written of DVC's two files: who reads and writes what, and dvc.lock.
 
-    DVC writes it in place, and would refuse every later run. One that is being written is whole a moment later.
+    DVC writes them in place, and would refuse every later run; results whose entry is lost come back from its cache of
+    runs. A file that is being written is whole a moment later, and one with a merge conflict is the user's to solve.
     """
-    path = folder / ".dvc/tmp/rwlock"
-    for last_look in (False, True):
-        try:
-            json.loads(path.read_bytes())
-        except FileNotFoundError:
-            return
-        except ValueError:
+    for path, whole in ((folder / ".dvc/tmp/rwlock", _whole_json), (folder / "dvc.lock", _whole_lock)):
+        for last_look in (False, True):
+            try:
+                if whole(path.read_bytes()):
+                    break
+            except FileNotFoundError:
+                break
             if last_look:
                 path.unlink(missing_ok=True)
                 print(f"{path}: half-written by a run that was killed; removed", file=sys.stderr)
             else:
                 time.sleep(WRITTEN_S)
-        else:
-            return
+
+
+def _whole_json(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole_lock(raw: bytes) -> bool:
+    import yaml
+
+    if b"<<<<<<<" in raw:
+        return True
+    try:
+        return yaml.load(raw, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) is not None
+    except yaml.YAMLError:
+        return False
 
 
 def reproduce(folder: Path) -> int:
@@ -101,8 +144,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, such as experiment=smoke")
     args = parser.parse_args(argv)
     try:
-        make(Path.cwd(), args.folder, args.overrides)
-        return reproduce(args.folder)
+        config.compose(Path("conf"), args.overrides)  # what is refused leaves no folder
+        with held(args.folder):
+            make(Path.cwd(), args.folder, args.overrides)
+            return reproduce(args.folder)
     except (ValueError, OSError) as e:
         return refused(e, [str(args.folder)])
 

@@ -7,6 +7,7 @@ job's folder, so nothing in artifacts/ or reports/ changes. `dvc repro` stays th
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import config, provenance
 from pipeline.__main__ import one_line, run_stage
+from pipeline.measure.memory import allocation_failure
 
 ROOT = Path.cwd()
+CONF = Path(__file__).parents[1] / "conf"
 FAILED: list[Path] = []
+
+OmegaConf.register_new_resolver("process", lambda: str(os.getpid()), replace=True)  # in conf/: a folder of one's own
 
 
 @dataclass
@@ -89,6 +94,40 @@ def run_job(params: config.Params, stages: list[GraphStage], folder: Path) -> di
     return summary
 
 
+def refuse_secrets(words: list[str]) -> None:
+    """Raises ConfigError for a secret in the command or in the config of a job: before Hydra, which copies both.
+
+    What Hydra itself refuses is left to it.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    for word in words:
+        config.refuse_secret("an override", word.partition("=")[0])
+        config.refuse_secret(word.partition("=")[0].lstrip("+~"), word)
+    try:
+        overrides = OverridesParser.create().parse_overrides([w for w in words if not w.startswith("-")])
+        overrides = [o for o in overrides if not o.get_key_element().startswith("hydra")]
+        (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = [compose("config", overrides=job) for job in jobs]
+    except (HydraException, OmegaConfBaseException):
+        return
+    for job in composed:
+        _refuse_secrets_below("", OmegaConf.to_container(job))
+
+
+def _refuse_secrets_below(path: str, value: Any) -> None:
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        _refuse_secrets_below(f"{path}.{key}" if path else str(key), inner)
+    if isinstance(value, str):
+        config.refuse_secret(path, value)
+
+
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -105,15 +144,25 @@ def main(cfg: DictConfig) -> None:
                 f"sweep.stages: none of {', '.join(new.sweep.stages)} depends on what was overridden; add the stage"
             )
         run_job(new, stages, folder)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, MemoryError, RuntimeError) as e:
+        text = one_line(e) if not isinstance(e, RuntimeError) else allocation_failure(e)
+        if isinstance(e, MemoryError) and not str(e):
+            text = "not enough memory; close other programs, or lower what the job asks for"
+        if text is None:
+            raise
         # the other jobs go on; the exit code at the end tells that one failed
-        print(f"error: {one_line(e)}", file=sys.stderr)
-        provenance.write_json(folder / "summary.json", {"error": one_line(e)})
+        print(f"error: {text}", file=sys.stderr)
+        provenance.write_json(folder / "summary.json", {"error": text})
         FAILED.append(folder)
         return
     print(f"{', '.join(s.name for s in stages)}: {folder / 'summary.json'}")
 
 
 if __name__ == "__main__":
+    try:
+        refuse_secrets(sys.argv[1:])
+    except config.ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
     main()
     sys.exit(1 if FAILED else 0)

@@ -1,13 +1,15 @@
 import json
 import random
+import time
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from data_fixtures import RUNTIME, calibration_section, tiny_target, write_corpus
 
+from pipeline.measure.quality import load_tokenizer
 from pipeline.provenance import tree_sha256
-from pipeline.stages import calibrate
+from pipeline.stages import calibrate, prompts
 from pipeline.stages.calibrate import CalibrationError
 
 WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haven", "islet", "jetty"]
@@ -164,3 +166,59 @@ def test_the_lock_pins_rows_tokens_tokenizer_and_source(tmp_path, target):
     assert lock["tokenizer_sha256"] == hashlib.sha256((target / "tokenizer.json").read_bytes()).hexdigest()
     assert lock["sources"] == {"c": {"revision": "r"}}
     assert [", ".join(names) for names in lock["rows"]] == [r["document"] for r in rows_of(tmp_path / "o")]
+
+
+def test_a_long_text_is_tokenized_in_pieces_with_the_tokens_of_the_whole(target, monkeypatch):
+    """Cut before a blank where there is one; a line without any is cut at the bound."""
+    tokenizer = load_tokenizer(target)
+    monkeypatch.setattr(calibrate, "PIECE_CHARS", 1000)
+    asked = []
+
+    def seen(piece, **told):
+        asked.append(piece)
+        return tokenizer(piece, **told)
+
+    prose = text(0, 500)
+    assert calibrate.token_ids(seen, prose) == tokenizer(prose, add_special_tokens=False).input_ids
+    assert len(asked) > 3 and max(map(len, asked)) <= 1000 and "".join(asked) == prose
+    asked.clear()
+    line = "x1" * 5000
+    assert tokenizer.decode(calibrate.token_ids(seen, line)) == line
+    assert [len(piece) for piece in asked] == [1000] * 10
+    assert calibrate.token_ids(tokenizer, "") == []
+
+
+def test_rows_are_cut_from_a_long_document_in_linear_time():
+    """Two million tokens: seconds in all, where a copy of the rest for each row took minutes."""
+    ids, rows = list(range(2_000_000)), []
+    started = time.monotonic()
+    names, rest = calibrate._pack((["before"], [-1]), "long", ids, 128, [], rows)
+    assert time.monotonic() - started < 5
+    assert [i for row in rows for i in row.ids_T] + rest == [-1, *ids]
+    assert (rows[0].documents, rows[1].documents, names) == (["before", "long"], ["long"], ["long"])
+
+
+@pytest.mark.slow
+def test_a_file_of_one_line_without_blanks_gives_rows_and_no_prompt(tmp_path, target):
+    line = "".join(random.Random(0).choices("abcdefghij", k=3_000_000))
+    made = [{"id": "line", "text": line}, *documents(20)]
+    corpus = write_corpus(tmp_path / "c", made)
+    found = calibrate.run(calibration_section(), RUNTIME, corpus=corpus, target=target, out=tmp_path / "out")
+    assert found["kept_rows"] == 16
+
+
+def test_a_sentence_too_long_for_a_prompt_is_not_tokenized(target):
+    asker = prompts.Asker(load_tokenizer(target), chat=False)
+    asked = []
+    tokenizer = asker.tokenizer
+
+    def seen(piece, **told):
+        asked.append(len(piece))
+        return tokenizer(piece, **told)
+
+    asker.tokenizer = seen
+    spoken = "The river was low that summer. "
+    document = {"id": "d", "text": spoken * 40 + "A" + "x" * 1_000_000 + ". " + spoken * 40}
+    passages = prompts.cut_passages(document, asker, 200)
+    assert passages and all("xxx" not in p.text for p in passages)
+    assert max(asked) < 200 * prompts.CHARS_PER_TOKEN

@@ -22,7 +22,7 @@ from bad_input.world import build, words_of
 from data_fixtures import model_section, tiny_target
 from report_fixtures import PARAMS, sections_of, write_study
 
-from pipeline import config, sources
+from pipeline import config, scratch, sources, sweep
 from pipeline.__main__ import main, one_line
 from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.read import read
@@ -111,6 +111,96 @@ def test_credentials_in_config_are_refused_without_being_repeated(key, value):
     with pytest.raises(config.ConfigError, match=rf"^{re.escape(key)}: holds a password or token.* in the env") as e:
         config.build(config.Params, tree)
     assert "planted" not in str(e.value)
+
+
+@pytest.mark.parametrize("value", ["https://ghp_planted@host", "https://me@host/x", "see ftp://me:planted@pw@host"])
+def test_whoever_logs_in_by_an_address_is_a_credential(value):
+    with pytest.raises(config.ConfigError, match=r"^track\.uri: holds a password or token") as e:
+        config.refuse_secret("track.uri", value)
+    assert "planted" not in str(e.value)
+    assert not any(word in config.redacted(value) for word in ("planted", "pw@", "me@", "me:"))
+
+
+@pytest.mark.parametrize("value", ["https://host/a@b", "sqlite:////folder/a@b.db", "https://host?x=a@b", "me@host"])
+def test_an_address_without_a_login_is_none(value):
+    config.refuse_secret("track.uri", value)
+
+
+NAMED = [name for name in SECRETS if config.SECRET_NAME.search(name)]
+
+
+@pytest.mark.parametrize("key", ["track.experiment", "runtime.seed", "evaluate.tasks", "corpus.prose.source"])
+@pytest.mark.parametrize("name", NAMED)
+def test_the_value_of_a_secret_variable_is_refused_by_key_and_not_repeated(planted, name, key):
+    """Whatever is due there: a refusal for another reason would repeat it."""
+    tree = dataclasses.asdict(PARAMS)
+    *parents, leaf = key.split(".")
+    node = tree
+    for part in parents:
+        node = node[part]
+    node[leaf] = [f"a {SECRETS[name]}"] if key == "evaluate.tasks" else f"a {SECRETS[name]}"
+    with pytest.raises(config.ConfigError, match=rf"^{re.escape(key)}(\[0\])?: holds .* take it out") as e:
+        config.build(config.Params, tree)
+    assert not any(n in str(e.value) for n in NEEDLES)
+
+
+def test_a_short_value_of_a_secret_variable_may_be_an_ordinary_word(planted, monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "default")
+    config.refuse_secret("name", "default")
+    monkeypatch.setenv("SOME_TOKEN", "default-default")
+    with pytest.raises(config.ConfigError, match=r"^name: holds the value of the environment's SOME_TOKEN"):
+        config.refuse_secret("name", "default-default")
+
+
+ADDRESSES = ["https://me:planted-index-password@host", f"https://{SECRETS['HF_TOKEN']}@host"]
+
+
+@pytest.mark.parametrize("secret", [*(SECRETS[name] for name in NAMED), *ADDRESSES])
+@pytest.mark.parametrize("override", ["track.uri='{}'", "+runtime.seed='{}'", "'{}'", "no.such.key='{}'"])
+def test_compile_writes_and_prints_no_secret(planted, secret, override, capsys):
+    from pipeline import compile
+
+    (planted / "conf").symlink_to(ROOT / "conf")
+    assert compile.main(["experiment=smoke", override.format(secret)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert holding(planted, printed.out + printed.err) == []
+    assert [p.name for p in planted.iterdir()] == ["conf"]
+
+
+@pytest.mark.parametrize("secret", [*(SECRETS[name] for name in NAMED), *ADDRESSES])
+@pytest.mark.parametrize(
+    "override", ["track.experiment={}", "track.experiment=a,b{}", "+x={}", "{}=1", "--config-dir={}"]
+)
+def test_a_sweep_refuses_a_secret_in_its_command(planted, secret, override):
+    with pytest.raises(config.ConfigError) as e:
+        sweep.refuse_secrets(["--multirun", "runtime.seed=1,2", override.format(secret)])
+    assert not any(n in str(e.value) for n in NEEDLES)
+
+
+@pytest.mark.slow
+def test_nothing_that_a_sweep_writes_holds_a_secret(planted):
+    """Refused before Hydra copies the config, wherever it stood; and a sweep that runs copies no variable."""
+    folder = planted / "laid"
+    scratch.make(ROOT, folder, ["experiment=smoke"])
+    address = "https://me:planted-index-password@host"
+    (folder / "conf/track/planted.yaml").write_text(f"uri: {address}\nexperiment: e\n")
+    command = [sys.executable, "-m", "pipeline.sweep", "--multirun", "experiment=smoke", "sweep.stages=[fetch_corpus]"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = scratch.environment(ROOT, folder)
+        return subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+    for words in ([f"track.uri={address}"], ["track=sqlite,planted"], [f"name=a,{SECRETS['WANDB_API_KEY']}"]):
+        done = run(*words)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+        assert holding(folder / "nothing", done.stdout + done.stderr) == []
+        assert not (folder / "multirun").exists()
+    (folder / "conf/track/planted.yaml").unlink()
+    done = run("runtime.seed=1,2")
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.glob("multirun/*/*/*/summary.json"))) == 2
+    assert holding(folder, done.stdout + done.stderr) == []
 
 
 class Trap:

@@ -1,14 +1,17 @@
 """`python -m tests.torture --kills 50`: the smoke graph, killed again and again, ends with the results of a quiet run.
 
-A run of `dvc repro` in a scratch folder is hit after a random time: SIGINT, SIGTERM or SIGKILL, to DVC, to the stage or
-to one of its workers. After each kill: no process is left, what is finished stays finished, and the next plain run goes
-on. Once the graph is done its results are wiped and it starts again, until the kills are spent; each completed graph
-must equal the undisturbed one in everything that no clock decides.
+A run of `dvc repro` in a scratch folder is hit while a stage runs: SIGINT, SIGTERM or SIGKILL, to DVC, to the stage or
+to one of its workers. Stages take turns, and the moment is a random one of those that the undisturbed run was seen to
+spend there. After each kill: what was hit is gone within GONE_WITHIN_S with all below it, DVC ends by itself within
+DVC_ENDS_WITHIN_S of its stage, what is finished stays finished, and the next plain run goes on. Once the graph is done
+its results are wiped and it starts again, until the kills are spent; each completed graph must equal the undisturbed
+one in everything that no clock decides.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -16,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,21 @@ from pipeline.verify import ARTIFACTS, fixed_results
 ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 VICTIMS = ("dvc", "stage", "worker")
+BETWEEN = "between stages"
 GONE_WITHIN_S = 15.0
+DVC_ENDS_WITHIN_S = 15.0
+LOOK_EVERY_S = 0.05
+Spans = dict[tuple[str, str], float]  # seconds for which (stage, kind of process) was seen in the undisturbed run
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What the next hit is to be: `at` is the share of the time for which the victim is there."""
+
+    signal: signal.Signals
+    victim: str
+    stage: str
+    at: float
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,7 @@ class Kill:
 
     signal: str
     victim: str
-    stage: str | None
+    stage: str
     after_s: float
     left: list[str]
     redone: list[str]
@@ -55,7 +73,7 @@ def start(folder: Path, targets: tuple[str, ...]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=scratch.environment(ROOT, folder),
+        env=scratch.environment(ROOT, folder) | {"PYTHONUNBUFFERED": "1"},  # what DVC said is there when it is killed
         stdout=log,
         stderr=log,
         text=True,
@@ -69,11 +87,30 @@ def processes(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if Path(process.cwd()).is_relative_to(folder) and process.status() != psutil.STATUS_ZOMBIE:
+            if Path(process.cwd()).is_relative_to(folder) and runs(process):
                 found.append(process)
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def below(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all its descendants."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return [process]
+
+
+def named(found: list[psutil.Process]) -> list[str]:
+    return [f"{kind_of(p) or 'process'} {p.pid}" for p in found]
 
 
 def kind_of(process: psutil.Process) -> str | None:
@@ -85,65 +122,156 @@ def kind_of(process: psutil.Process) -> str | None:
         return "dvc"
     if "pipeline.measure.worker" in words:
         return "worker"
+    if "envs/quantizers/run_" in words:
+        return "worker"
     return "stage" if "-m pipeline " in words and not words.startswith("/bin/sh") else None
 
 
 def stage_of(process: psutil.Process) -> str | None:
+    """By its name in dvc.yaml."""
     try:
         words = process.cmdline()
     except psutil.Error:
         return None
-    return words[words.index("pipeline") + 1] if "pipeline" in words else None
+    return words[words.index("pipeline") + 1].replace("fetch_", "fetch@") if "pipeline" in words else None
 
 
-def finished(folder: Path) -> dict[str, Any]:
-    """Stages in dvc.lock, with the hashes of what they wrote."""
-    path = folder / "dvc.lock"
-    if not path.exists():
-        return {}
-    stages = yaml.safe_load(path.read_text())["stages"]
-    return {name: entry.get("outs") for name, entry in stages.items() if name not in ("environment", "track")}
-
-
-def hit(folder: Path, draw: random.Random, targets: tuple[str, ...], longest_s: float) -> Kill | None:
-    """Start a run and kill one of its processes after a random time; None when the graph was done before."""
-    before = finished(folder)
-    seen = (folder / "torture.log").stat().st_size if (folder / "torture.log").exists() else 0
-    running = start(folder, targets)
-    sent, wanted = draw.choice(SIGNALS), draw.choice(VICTIMS)
-    started, wait_s = time.monotonic(), draw.uniform(3, longest_s)
-    while time.monotonic() - started < wait_s and running.poll() is None:
-        time.sleep(0.05)
-    if running.poll() is not None:
-        return None
-    alive = {kind: p for p in processes(folder) if (kind := kind_of(p)) is not None}
+def look(running: subprocess.Popen[str]) -> tuple[str, dict[str, psutil.Process]]:
+    """The stage that a run is in, or BETWEEN, and its processes by kind."""
+    alive = {"dvc": psutil.Process(running.pid)}
+    alive |= {kind: p for p in below(alive["dvc"])[1:] if (kind := kind_of(p)) in ("stage", "worker") and runs(p)}
     stage = stage_of(alive["stage"]) if "stage" in alive else None
-    victim = wanted if wanted in alive else "stage" if "stage" in alive else "dvc"
-    try:
-        if victim == "dvc" and sent == signal.SIGINT:
-            os.killpg(running.pid, sent)  # as Ctrl-C does: DVC leaves it to its child and ignores one of its own
-        else:
-            alive[victim].send_signal(sent)
-    except (psutil.Error, KeyError, ProcessLookupError):
-        return None
-    killed_at = time.monotonic()
-    while time.monotonic() - killed_at < GONE_WITHIN_S and (running.poll() is None or processes(folder)):
-        if running.poll() is None and victim == "worker" and time.monotonic() - killed_at > GONE_WITHIN_S / 2:
-            break  # a stage that is done with the worker goes on
-        time.sleep(0.1)
-    left = [f"{kind_of(p)} {p.pid}" for p in processes(folder)] if running.poll() is not None else []
-    if running.poll() is None:
-        end_all(folder, running)
+    return stage or BETWEEN, alive
+
+
+def locked(folder: Path) -> set[str]:
+    """Stages in dvc.lock; none in a file that a kill of DVC left empty, which the next `start` removes."""
+    path = folder / "dvc.lock"
+    return set((yaml.safe_load(path.read_text()) or {}).get("stages", ())) if path.exists() else set()
+
+
+def finished(folder: Path) -> set[str]:
+    """Stages that no later run has to do again: `environment` always runs, and so may `track` after it."""
+    return locked(folder) - {"environment", "track"}
+
+
+def ran(folder: Path, since: int) -> set[str]:
+    """Stages that DVC says it has run, in what it printed from the byte `since` on."""
     with (folder / "torture.log").open() as log:
-        log.seek(seen)
-        ran = [line.split("'")[1] for line in log if line.startswith("Running stage '")]
-    return Kill(sent.name, victim, stage, round(killed_at - started, 1), left, sorted(set(ran) & set(before)))
+        log.seek(since)
+        return {line.split("'")[1] for line in log if line.startswith("Running stage '")}
+
+
+def printed(folder: Path) -> int:
+    path = folder / "torture.log"
+    return path.stat().st_size if path.exists() else 0
+
+
+def ignores_sigint(pid: int) -> bool:
+    """DVC does while a stage runs and until it sees that stage's end: a Ctrl-C in the moment between is lost."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigIgn:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGINT - 1) & 1)
+    return False
+
+
+def choose(draw: random.Random, spans: Spans, done: set[str], aimed: set[str]) -> Aim | None:
+    """At the next stage of the graph that is neither done nor was aimed at before; None when there is no other.
+
+    A worker ignores SIGINT, which its stage handles, so it is never sent one.
+    """
+    order = list(dict.fromkeys(stage for stage, _ in spans))
+    ahead = [s for s in order if s not in done | aimed and (s != BETWEEN or order[0] not in done)]
+    if not ahead:
+        return None
+    sent, at, of_worker = draw.choice(SIGNALS), draw.uniform(0.0, 0.8), draw.random() < 0.5
+    victim = draw.choice(("dvc", "stage")) if ahead[0] != BETWEEN else "dvc"
+    if of_worker and (ahead[0], "worker") in spans:
+        victim, sent = "worker", signal.SIGTERM if sent == signal.SIGINT else sent
+    return Aim(sent, victim, ahead[0], at)
+
+
+def hit(folder: Path, aim: Aim, spans: Spans, targets: tuple[str, ...]) -> Kill | None:
+    """Start a run and kill one of its processes at the moment aimed at; None when the graph was done before."""
+    before, seen = finished(folder), printed(folder)
+    running = start(folder, targets)
+    started = time.monotonic()
+    stages: set[str] = set()
+    due_at: float | None = None
+    while running.poll() is None:
+        stage, alive = look(running)
+        passed = aim.stage in stages and stage != aim.stage  # it ended sooner than in the undisturbed run
+        if due_at is None and stage == aim.stage and aim.victim in alive and (stage != BETWEEN or stages - {BETWEEN}):
+            due_at = time.monotonic() + aim.at * spans[aim.stage, aim.victim]
+        deaf = stage == BETWEEN and aim.signal == signal.SIGINT and ignores_sigint(running.pid)
+        if due_at is not None and (time.monotonic() >= due_at or passed) and not deaf:
+            break
+        stages.add(stage)
+        time.sleep(LOOK_EVERY_S)
+    else:
+        return None
+    victim = next(v for v in (aim.victim, "stage", "dvc") if v in alive)
+    due = processes(folder) if victim == "dvc" else below(alive[victim])
+    killed_at = time.monotonic()
+    try:
+        if victim == "dvc" and aim.signal == signal.SIGINT:
+            os.killpg(running.pid, aim.signal)  # as Ctrl-C does: DVC leaves it to its child and ignores one of its own
+        else:
+            alive[victim].send_signal(aim.signal)
+    except (psutil.Error, ProcessLookupError):
+        end_all(folder, running)
+        return hit(folder, aim, spans, targets)  # it ended by itself in this moment
+    left = outlived(folder, running, due, stage, alive.get("stage"), spans)
+    end_all(folder, running)
+    redone = sorted(ran(folder, seen) & before)
+    return Kill(aim.signal.name, victim, stage, round(killed_at - started, 1), left, redone)
+
+
+def outlived(
+    folder: Path,
+    running: subprocess.Popen[str],
+    due: list[psutil.Process],
+    stage: str,
+    stage_process: psutil.Process | None,
+    spans: Spans,
+) -> list[str]:
+    """Names of processes that should have ended and have not: those `due`, then the stage, then DVC and the rest.
+
+    A stage that is done with the worker which was hit may finish, in twice the time that it takes undisturbed; and a
+    run goes on after a stage whose end came before the kill.
+    """
+    if left := wait_for(lambda: [p for p in due if runs(p)], GONE_WITHIN_S):
+        return named(left)
+    if stage_process is not None:
+        patience_s = GONE_WITHIN_S + 2 * spans.get((stage, "stage"), 0.0)
+        if left := wait_for(lambda: [p for p in [stage_process] if runs(p)], patience_s):
+            return [f"{name} after its worker ended" for name in named(left)]
+
+    def rest() -> list[psutil.Process]:
+        if running.poll() is None and look(running)[0] not in (stage, BETWEEN):
+            return []
+        return processes(folder)
+
+    return named(wait_for(rest, DVC_ENDS_WITHIN_S))
+
+
+def wait_for(left: Callable[[], list[psutil.Process]], limit_s: float) -> list[psutil.Process]:
+    """What is left when nothing is, or after `limit_s`."""
+    until = time.monotonic() + limit_s
+    while (found := left()) and time.monotonic() < until:
+        time.sleep(LOOK_EVERY_S)
+    return found
 
 
 def end_all(folder: Path, running: subprocess.Popen[str]) -> None:
-    for process in processes(folder):
-        process.kill()
+    """By force: what is left has been noted."""
+    if running.poll() is None:
+        running.kill()
     running.wait()
+    for process in processes(folder):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def tracked(folder: Path) -> bool:
@@ -172,38 +300,40 @@ def outcome(folder: Path, targets: tuple[str, ...]) -> dict[str, Any]:
     return {name: provenance.tree_sha256(path) for name, path in paths.items() if path.exists()}
 
 
-def torture(
-    folder: Path, kills: int, seed: int, targets: tuple[str, ...] = (), longest_s: float = 45.0
-) -> dict[str, Any]:
-    """The record of all kills. `targets`: stages of a shorter graph; a run is hit after `longest_s` at most."""
+def torture(folder: Path, kills: int, seed: int, targets: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The record of all kills. `targets`: stages of a shorter graph."""
     draw = random.Random(seed)
     scratch.make(ROOT, folder, ["experiment=smoke"])
     wipe(folder)
-    undisturbed_s = finish(folder, targets)
+    started = time.monotonic()
+    spans, _ = finish(folder, targets)
+    undisturbed_s = time.monotonic() - started
     due = outcome(folder, targets)
     wipe(folder)
     hits: list[Kill] = []
+    redone: set[str] = set()
+    aimed: set[str] = set()
     graphs, equal, good_runs = 0, True, None if targets else True
     while len(hits) < kills:
-        kill = hit(folder, draw, targets, longest_s)
-        if kill is not None:
+        aim = choose(draw, spans, locked(folder) - {"environment"}, aimed)
+        kill = hit(folder, aim, spans, targets) if aim is not None else None
+        if aim is not None and kill is not None:
+            aimed.add(aim.stage)
             hits.append(kill)
             print(f"{len(hits)}/{kills} {kill}", file=sys.stderr)
         if kill is None or len(hits) == kills:
-            finish(folder, targets)
+            redone |= finish(folder, targets)[1]
             graphs, equal = graphs + 1, equal and outcome(folder, targets) == due
             good_runs = good_runs and tracked(folder)  # a part of the graph does not get as far
+            aimed = set()
             wipe(folder)
-    counts = {s.name: sum(h.survived for h in hits if h.signal == s.name) for s in SIGNALS}
-    by_stage: dict[str, int] = {}
-    for h in hits:
-        by_stage[h.stage or "between stages"] = by_stage.get(h.stage or "between stages", 0) + 1
     return {
         "kills": len(hits),
         "survived": sum(h.survived for h in hits),
-        "survived_by_signal": counts,
-        "kills_by_victim": {v: sum(h.victim == v for h in hits) for v in VICTIMS},
-        "kills_by_stage": dict(sorted(by_stage.items())),
+        "by_signal": {s.name: tally(h for h in hits if h.signal == s.name) for s in SIGNALS},
+        "by_victim": {v: tally(h for h in hits if h.victim == v) for v in VICTIMS},
+        "by_stage": {s: tally(h for h in hits if h.stage == s) for s in dict.fromkeys(s for s, _ in spans)},
+        "redone_in_plain_runs": sorted(redone),
         "completed_graphs": graphs,
         "results_equal_undisturbed": equal,
         "only_whole_runs_in_mlflow": good_runs,
@@ -212,13 +342,34 @@ def torture(
     }
 
 
-def finish(folder: Path, targets: tuple[str, ...]) -> float:
-    """A plain run to the end; returns its seconds. Raises RuntimeError when it fails."""
-    started = time.monotonic()
+def tally(hits: Iterable[Kill]) -> dict[str, int]:
+    survived = [h.survived for h in hits]
+    return {"kills": len(survived), "survived": sum(survived)}
+
+
+def finish(folder: Path, targets: tuple[str, ...]) -> tuple[Spans, set[str]]:
+    """A plain run to the end: how long each stage and its workers were there, and finished stages that ran again.
+
+    Raises RuntimeError when the run fails. Seconds between stages are those of one gap, the mean of all.
+    """
+    before, seen = finished(folder), printed(folder)
     running = start(folder, targets)
-    if running.wait() != 0:
+    spans: Spans = {}
+    gaps, was, last = 0, BETWEEN, time.monotonic()
+    while running.poll() is None:
+        stage, alive = look(running)
+        now = time.monotonic()
+        first_seen = stage == BETWEEN and not spans
+        gaps += stage == BETWEEN and was != BETWEEN
+        for kind in () if first_seen else alive:
+            spans[stage, kind] = spans.get((stage, kind), 0.0) + now - last
+        was, last = stage, now
+        time.sleep(LOOK_EVERY_S)
+    if running.returncode != 0:
         raise RuntimeError(f"{folder}/torture.log: a plain run after a kill failed with exit code {running.returncode}")
-    return time.monotonic() - started
+    if (BETWEEN, "dvc") in spans:
+        spans[BETWEEN, "dvc"] /= gaps
+    return spans, ran(folder, seen) & before
 
 
 def main() -> int:
@@ -232,6 +383,7 @@ def main() -> int:
     provenance.write_json(args.out, record)
     print(json.dumps(record, indent=1))
     good = record["results_equal_undisturbed"] and record["only_whole_runs_in_mlflow"] is True
+    good = good and not record["redone_in_plain_runs"]
     return 0 if record["survived"] == record["kills"] and good else 1
 
 

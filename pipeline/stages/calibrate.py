@@ -9,16 +9,18 @@ import hashlib
 import json
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline import provenance
+from pipeline import progress, provenance
 from pipeline.config import Calibration, Runtime
 from pipeline.measure.quality import leading_tokens, load_tokenizer
 from pipeline.readers import read_documents
 
+PIECE_CHARS = 1_000_000  # of a text that is tokenized at once: longer ones take gigabytes and say nothing for minutes
 NGRAM_TOKENS = 13  # the length GPT-3 used to find overlap (Brown et al. 2020, appendix C)
 
 
@@ -40,11 +42,15 @@ def run(calibration: Calibration, runtime: Runtime, *, corpus: Path, target: Pat
     tokenizer = load_tokenizer(target)
     documents = read_documents(corpus)
     warn_few_tokens(calibration, target)
-    candidates, dropped = cut_rows(calibration_documents(documents, calibration.categories), calibration, tokenizer)
+    chosen = calibration_documents(documents, calibration.categories)
+    with progress.bar("calibrate: rows", sum(len(d["text"]) for d in chosen), "char") as shown:
+        candidates, dropped = cut_rows(chosen, calibration, tokenizer, shown)
     rows = draw(candidates, calibration.rows, np.random.default_rng(runtime.seed))
     if not rows:
         raise CalibrationError(_no_row(documents, calibration, tokenizer, dropped))
-    overlap = overlap_share(rows, [d for d in documents if d["split"] == "evaluation"], tokenizer)
+    held_out = [d for d in documents if d["split"] == "evaluation"]
+    with progress.bar("calibrate: overlap", sum(len(d["text"]) for d in held_out), "char") as shown:
+        overlap = overlap_share(rows, held_out, tokenizer, shown)
     check_overlap(overlap, calibration.max_overlap)
     if len(rows) < calibration.rows:
         asked = f"calibration.rows: {calibration.rows} asked"
@@ -90,7 +96,7 @@ def warn_few_tokens(calibration: Calibration, target: Path) -> None:
 
 
 def cut_rows(
-    documents: list[dict[str, Any]], calibration: Calibration, tokenizer: Any
+    documents: list[dict[str, Any]], calibration: Calibration, tokenizer: Any, shown: progress.Bar | None = None
 ) -> tuple[dict[str, list[Row]], dict[str, int]]:
     """All full rows of each category, and the documents that gave none, by reason.
 
@@ -109,7 +115,7 @@ def cut_rows(
             dropped["duplicate" if text.strip() else "empty"] += 1
             continue
         seen.add(text)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        ids = token_ids(tokenizer, text, shown)
         if calibration.pack:
             rest[category] = _pack(rest.get(category, ([], [])), document["id"], ids, size, lead, rows[category])
         elif len(ids) >= size:
@@ -124,10 +130,27 @@ def _pack(
 ) -> tuple[list[str], list[int]]:
     """Append to `rows` what is full after `ids` follow the rest; returns the new rest (document ids, tokens)."""
     names, stream = [*rest[0], name], rest[1] + ids
-    while len(stream) >= size:
-        rows.append(Row(names, lead + stream[:size]))
-        names, stream = [name], stream[size:]
-    return (names, stream) if stream else ([], [])
+    full = len(stream) - len(stream) % size
+    for begin in range(0, full, size):
+        rows.append(Row(names, lead + stream[begin : begin + size]))
+        names = [name]
+    return (names, stream[full:]) if stream[full:] else ([], [])
+
+
+def token_ids(tokenizer: Any, text: str, shown: progress.Bar | None = None) -> list[int]:
+    """Without special tokens. A text of more than PIECE_CHARS is cut there, before a blank where there is one."""
+    ids: list[int] = []
+    begin = 0
+    while begin < len(text) or not begin:
+        end = begin + PIECE_CHARS
+        if end < len(text):
+            blank = max(text.rfind(mark, begin + PIECE_CHARS // 2, end) for mark in " \n")
+            end = blank if blank > 0 else end
+        ids += tokenizer(text[begin:end], add_special_tokens=False, verbose=False).input_ids
+        if shown is not None:
+            shown.update(len(text[begin:end]))
+        begin = end
+    return ids
 
 
 def draw(candidates: dict[str, list[Row]], count: int, generator: np.random.Generator) -> list[Row]:
@@ -141,20 +164,22 @@ def draw(candidates: dict[str, list[Row]], count: int, generator: np.random.Gene
     return taken
 
 
-def overlap_share(rows: list[Row], evaluation: list[dict[str, Any]], tokenizer: Any) -> dict[str, float]:
+def overlap_share(
+    rows: list[Row], evaluation: list[dict[str, Any]], tokenizer: Any, shown: progress.Bar | None = None
+) -> dict[str, float]:
     """For each evaluation category, the share of its 13-grams (of token ids) that occur in the rows."""
     grams = {gram for row in rows for gram in _ngrams(row.ids_T)}
     found: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for document in evaluation:
-        own = _ngrams(tokenizer(document["text"], add_special_tokens=False, verbose=False).input_ids)
-        total[document["category"]] += len(own)
-        found[document["category"]] += sum(gram in grams for gram in own)
+        ids = token_ids(tokenizer, document["text"], shown)
+        total[document["category"]] += max(0, len(ids) - NGRAM_TOKENS + 1)
+        found[document["category"]] += sum(gram in grams for gram in _ngrams(ids))
     return {category: found[category] / count for category, count in sorted(total.items()) if count}
 
 
-def _ngrams(ids_T: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(ids_T[i : i + NGRAM_TOKENS]) for i in range(len(ids_T) - NGRAM_TOKENS + 1)]
+def _ngrams(ids_T: list[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(ids_T[i : i + NGRAM_TOKENS]) for i in range(len(ids_T) - NGRAM_TOKENS + 1))
 
 
 def check_overlap(overlap: dict[str, float], limit: float) -> None:
@@ -169,7 +194,7 @@ def check_overlap(overlap: dict[str, float], limit: float) -> None:
 
 def _no_row(documents: list[dict[str, Any]], calibration: Calibration, tokenizer: Any, dropped: dict[str, int]) -> str:
     texts = [d["text"] for d in documents if d["split"] == "calibration"]
-    tokens = sum(len(tokenizer(t, add_special_tokens=False, verbose=False).input_ids) for t in texts)
+    tokens = sum(len(token_ids(tokenizer, t)) for t in texts)
     return (
         f"calibration.row_tokens: {calibration.row_tokens}, but {len(texts)} calibration documents of {tokens} tokens "
         f"in all (dropped {dropped}) fill no row; shorten the rows, set calibration.pack=true or enlarge the corpus"

@@ -30,6 +30,9 @@ PLAIN_FORMS = {"code": "{text}", "prose": "{text}", "summary": "{text}\n\nIn sho
 SENTENCE_BREAK = re.compile(r"(?<=[a-z]{3}[.!?])\s+(?=[A-Z\"'(])")
 
 
+CHARS_PER_TOKEN = 100  # no sentence has more on average, even with long runs of blanks
+
+
 class PromptError(ValueError):
     """No prompt can be made of this corpus with this tokenizer and limit."""
 
@@ -141,7 +144,10 @@ def cut_passages(document: dict[str, Any], asker: Asker, limit: int) -> list[Pie
     used = 0
     sentences = SENTENCE_BREAK.split(document["text"].strip())
     for sentence in sentences[0 if sentences[0][:1].isupper() else 1 :]:
-        tokens = len(asker.tokenizer(" " + sentence, add_special_tokens=False, verbose=False).input_ids)
+        if len(sentence) > room * CHARS_PER_TOKEN:
+            tokens = room + 1  # not worth counting: a file without a full stop is one sentence
+        else:
+            tokens = len(asker.tokenizer(" " + sentence, add_special_tokens=False, verbose=False).input_ids)
         if used + tokens > room:
             if 2 * used >= room:
                 passages.append(Piece(f"{document['id']}#{len(passages)}", " ".join(run_of)))
