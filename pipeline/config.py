@@ -27,7 +27,7 @@ class ConfigError(ValueError):
 # Who logs in, inside an address (a token may stand alone there), or the token of Hugging Face or GitHub: what no config
 # may hold, since config is copied into results.
 CREDENTIALS = re.compile(r"(?<=://)[^/?#\s]+(?=@)|\b(?:hf|gh[opsu])_\w{16,}")
-SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|CREDENTIAL|KEY", re.IGNORECASE)
+SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|CREDENTIAL|API_?KEY|_KEY$", re.IGNORECASE)
 REFUSED_CHARS = 8  # of a secret in the environment: a shorter one may be an ordinary word
 
 
