@@ -300,6 +300,13 @@ def test_memory_ceilings_noise_and_interaction_are_there(found):
         assert 0 < interval["low"] <= interval["value"] <= interval["high"]
 
 
+def test_the_parts_of_a_round_are_timed_again_in_every_turn(study, tmp_path):
+    found = sweep(study, tmp_path / "out", "twin")
+    turns = found["blocks"]["run"] * 2  # prompts of a block
+    assert found["costs"]["repeats"] == tiny.speculate().cost_repeats + 1 + turns, "once more for the warm-up"
+    assert found["costs"]["overhead_ms"] == max(0.0, found["costs"]["overhead_measured_ms"])
+
+
 def test_latency_is_paired_block_by_block_as_by_hand(found, study):
     """Of each kept block: mean time to the first token, and the further tokens at its decode rate, over base's."""
     rows = [json.loads(line) for line in (study / "out_matrix" / "blocks.jsonl").read_text().splitlines()]

@@ -19,7 +19,7 @@ from pipeline.engine.generate import Generation, Reading, generate, read, room_f
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposer
 from pipeline.engine.replay import KeptAt, kept_from_hits
 from pipeline.engine.sample import Sampling
-from pipeline.measure.costs import BatchSeconds, batch_seconds, draft_cost_ratio, step_costs
+from pipeline.measure.costs import BatchSeconds, CostCurve, batch_seconds, draft_cost_ratio
 from pipeline.measure.memory import Ledger, PeakMeter, read_bytes_per_step, resident_bytes, weight_bytes
 from pipeline.measure.setup import ArmSpec, Ask, DraftSpec
 from pipeline.measure.verdict import LogitGaps
@@ -144,11 +144,14 @@ class Arm:
         best, second = logits_V.topk(2).values.tolist()
         return LogitGaps(best - second, best - float(logits_V[plain_token]), best - float(logits_V[other_token]))
 
-    def step_costs(
-        self, context_ids: list[int], max_tokens: int, repeats: int, round_len: int, sampling: config.Sampling
-    ) -> dict[str, Any]:
-        how = _sampling(sampling)
-        return step_costs(self.target, self.proposer, context_ids, max_tokens, repeats, round_len, how)
+    def cost_curve(
+        self, context_ids: list[int], max_tokens: int, draft_len: int, repeats: int, sampling: config.Sampling
+    ) -> CostCurve:
+        """With `repeats` of everything, rounds of `draft_len` among them."""
+        curve = CostCurve(self.target, self.proposer, context_ids, max_tokens)
+        curve.time_rounds(draft_len, repeats, _sampling(sampling))
+        curve.repeat(repeats)
+        return curve
 
     def draft_cost_ratio(self, context_ids: list[int], draft_len: int, repeats: int) -> float:
         assert self.proposer is not None

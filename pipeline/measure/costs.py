@@ -25,50 +25,62 @@ BANDWIDTH_BYTES = {"cpu": 2**29, "cuda": 2**32}
 BANDWIDTH_REPEATS = 7
 
 
-def step_costs(
-    target: Decoder,
-    proposer: Proposer | None,
-    context_ids: list[int],
-    max_tokens: int,
-    repeats: int,
-    round_len: int,
-    sampling: Sampling,
-) -> dict[str, Any]:
-    """Medians in ms of target forwards over n = 1..max_tokens tokens and of one draft step (null without a draft).
-
-    All come after the same context: `context_ids` without its last `max_tokens`, which are the ones fed. Interleaved,
-    after a warm-up with the same shapes. `overhead_ms`: what a round of `round_len` drafted tokens takes beyond its
-    forwards, less the same of a plain round, paired within the repeats; one length stands for all, because it is the
-    bookkeeping of a round and not of a token. 0 without a draft.
+class CostCurve:
+    """Target forwards over n = 1..max_tokens tokens and one draft step, all after the same context: `context_ids`
+    without its last `max_tokens`, which are the ones fed. Timed when asked, in turns, so that repeats can stand among
+    the answers whose speed they are to explain: what slows a machine slows short and long forwards differently.
     """
-    prefix, fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
-    cache = _filled(target, prefix, max_tokens)
-    steps = {str(n): _timed_forward(target, cache, fed[:n]) for n in range(1, max_tokens + 1)}
-    if proposer is not None:
-        steps["draft"] = _timed_draft(proposer, prefix, fed, max_tokens)
-    if proposer is not None and round_len:
-        steps["plain round"] = _timed_round(target, None, [*prefix, fed[0]], 0, sampling)
-        steps["round"] = _timed_round(target, proposer, [*prefix, fed[0]], round_len, sampling)
-    seconds = interleaved(steps, repeats)
-    overhead_s = 0.0
-    if "round" in seconds:
-        names = ("round", "draft", str(round_len + 1), "plain round", "1")
-        rows = zip(*(seconds[name] for name in names), strict=True)
-        overhead_s = median([r - round_len * d - verify - (plain - one) for r, d, verify, plain, one in rows])
-    # each as the median of its ratios to the step beside it: a machine whose speed drifts slows both alike
-    one_ms = 1e3 * median(seconds["1"])
-    ms = {
-        name: one_ms * median([t / one for t, one in zip(s, seconds["1"], strict=True)])
-        for name, s in seconds.items()
-        if name not in ("round", "plain round")
-    }
-    draft_ms = ms.pop("draft", None)
-    return {
-        "draft_step_ms": draft_ms,
-        "target_step_ms": ms,
-        "overhead_ms": 1e3 * max(0.0, overhead_s),
-        "context_tokens": len(prefix),
-    }
+
+    def __init__(self, target: Decoder, proposer: Proposer | None, context_ids: list[int], max_tokens: int) -> None:
+        self.target, self.proposer = target, proposer
+        self.prefix, self.fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
+        cache = _filled(target, self.prefix, max_tokens)
+        self.steps = {str(n): _timed_forward(target, cache, self.fed[:n]) for n in range(1, max_tokens + 1)}
+        if proposer is not None:
+            self.steps["draft"] = _timed_draft(proposer, self.prefix, self.fed, max_tokens)
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.steps}
+        self.overhead_s = 0.0
+        for step in self.steps.values():
+            step()  # warm-up with the same shapes
+
+    def repeat(self, times: int) -> None:
+        """Time every step `times` more. Leaves the proposer's own cache alone."""
+        done = len(self.seconds["1"])
+        for i in range(done, done + times):
+            for name in order_of(list(self.steps), i):
+                self.seconds[name].append(self.steps[name]())
+
+    def time_rounds(self, draft_len: int, repeats: int, sampling: Sampling) -> None:
+        """Overhead: what a round of `draft_len` drafted tokens takes beyond its forwards, less the same of a plain
+        round, paired within the repeats; one length stands for all, because it is the bookkeeping of a round and not of
+        a token. 0 without a draft. The proposer reads another prompt for it.
+        """
+        if self.proposer is None or not draft_len:
+            return
+        parts = {name: self.steps[name] for name in ("draft", str(draft_len + 1), "1")}
+        committed = [*self.prefix, self.fed[0]]
+        plain = _timed_round(self.target, None, committed, 0, sampling)
+        drafting = _timed_round(self.target, self.proposer, committed, draft_len, sampling)
+        seconds = interleaved({**parts, "plain round": plain, "round": drafting}, repeats)
+        rows = zip(*(seconds[n] for n in ("round", "draft", str(draft_len + 1), "plain round", "1")), strict=True)
+        self.overhead_s = median([r - draft_len * d - verify - (plain - one) for r, d, verify, plain, one in rows])
+
+    def as_json(self) -> dict[str, Any]:
+        """Medians over all repeats, ms. A negative overhead is noise and counts as none; it is kept as measured too."""
+        one_s = self.seconds["1"]
+        # each as the median of its ratios to the step beside it: a machine whose speed drifts slows both alike
+        ms = {
+            name: 1e3 * median(one_s) * median([t / one for t, one in zip(s, one_s, strict=True)])
+            for name, s in self.seconds.items()
+        }
+        return {
+            "draft_step_ms": ms.pop("draft", None),
+            "target_step_ms": ms,
+            "overhead_ms": 1e3 * max(0.0, self.overhead_s),
+            "overhead_measured_ms": 1e3 * self.overhead_s,
+            "context_tokens": len(self.prefix),
+            "repeats": len(one_s),
+        }
 
 
 def draft_cost_ratio(

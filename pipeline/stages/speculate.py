@@ -75,10 +75,12 @@ def measure(sweep: DraftSweep, key: str, draft: DraftSpec | None) -> tuple[dict[
     lens = sorted(settings.draft_lens) if draft else [0]
     if greedy:
         sweep.trace()
-    costs = sweep.costs(max(lens))
-    curve = sweep.curve(lens, costs, None)
-    timed_lens = sorted({*set(settings.timed_draft_lens) & set(lens), best_predicted(curve)})
+    sweep.time_costs(max(lens))
+    first = best_predicted(sweep.curve(lens, sweep.costs, None))
+    timed_lens = sorted({*set(settings.timed_draft_lens) & set(lens), first})
     blocks = sweep.time(timed_lens)
+    costs = sweep.costs
+    curve = sweep.curve(lens, costs, None)
     if not greedy:
         curve = [curve_point(Acceptance.of(answers_of(blocks, k), k), k, costs) for k in timed_lens]
     speedups = {}
@@ -100,7 +102,7 @@ def measure(sweep: DraftSweep, key: str, draft: DraftSpec | None) -> tuple[dict[
         "by_category": {
             c: [{n: p[n] for n in names} for p in sweep.curve(lens, costs, c)] for c in sweep.prompts.by_category
         },
-        "costs": costs.as_json(),
+        "costs": sweep.costs_json(),
         "batches": sweep.batches(curve) if draft else NO_DRAFT,
         "best_draft_len": best,
         "best_reason": best_reason,
