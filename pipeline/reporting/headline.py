@@ -84,8 +84,8 @@ def speculation(row: Row, study: Study) -> str:
         return f"speculation does not pay here: {shown}"
     whole = spec.answer_over_plain
     if study.recommendation.objective == "latency" and whole and not differs_from_one(whole, study.answer_floor):
-        decoded = f"speculation decodes at {shown}"
-        return f"{decoded}, but a whole answer is not told from a plain one ({ratio(whole)} times as fast)"
+        decoded = f"speculation decodes {ratio(gained)} times as fast at K = {spec.draft_len}"
+        return f"{decoded}, but an answer with its prompt's reading takes as long ({ratio(whole)})"
     return f"speculation pays: {shown}"
 
 
