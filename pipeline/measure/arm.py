@@ -74,7 +74,7 @@ class Arm:
 
     def generate(self, prompt_ids: list[int], ask: Ask, reading: Reading | None = None) -> Generation:
         """One answer, with the identities of the protocol asserted on it."""
-        sampling = sampling_of(ask.sampling)
+        sampling = _sampling(ask.sampling)
         generator = None
         if not sampling.greedy:
             generator = torch.Generator(self.target.device).manual_seed(self.spec.seed)
@@ -144,8 +144,14 @@ class Arm:
         best, second = logits_V.topk(2).values.tolist()
         return LogitGaps(best - second, best - float(logits_V[plain_token]), best - float(logits_V[other_token]))
 
-    def cost_curve(self, context_ids: list[int], max_tokens: int) -> CostCurve:
-        return CostCurve(self.target, self.proposer, context_ids, max_tokens)
+    def cost_curve(
+        self, context_ids: list[int], max_tokens: int, draft_len: int, repeats: int, sampling: config.Sampling
+    ) -> CostCurve:
+        """With `repeats` of everything, rounds of `draft_len` among them."""
+        curve = CostCurve(self.target, self.proposer, context_ids, max_tokens)
+        curve.time_rounds(draft_len, repeats, _sampling(sampling))
+        curve.repeat(repeats)
+        return curve
 
     def draft_cost_ratio(self, context_ids: list[int], draft_len: int, repeats: int) -> float:
         assert self.proposer is not None
@@ -208,7 +214,7 @@ class Arm:
         return asdict(entries.close(budgets_bytes, self.target.max_positions, reasons))
 
 
-def sampling_of(settings: config.Sampling) -> Sampling:
+def _sampling(settings: config.Sampling) -> Sampling:
     return Sampling(settings.temperature, settings.top_k, settings.top_p)
 
 

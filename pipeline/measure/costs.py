@@ -39,7 +39,7 @@ class CostCurve:
         if proposer is not None:
             self.steps["draft"] = _timed_draft(proposer, self.prefix, self.fed, max_tokens)
         self.seconds: dict[str, list[float]] = {name: [] for name in self.steps}
-        self.beyond_s: list[float] = []
+        self.overhead_s = 0.0
         for step in self.steps.values():
             step()  # warm-up with the same shapes
 
@@ -50,7 +50,7 @@ class CostCurve:
             for name in order_of(list(self.steps), i):
                 self.seconds[name].append(self.steps[name]())
 
-    def repeat_rounds(self, draft_len: int, times: int, sampling: Sampling) -> None:
+    def time_rounds(self, draft_len: int, repeats: int, sampling: Sampling) -> None:
         """Overhead: what a round of `draft_len` drafted tokens takes beyond its forwards, less the same of a plain
         round, paired within the repeats; one length stands for all, because it is the bookkeeping of a round and not of
         a token. 0 without a draft. The proposer reads another prompt for it.
@@ -61,13 +61,13 @@ class CostCurve:
         committed = [*self.prefix, self.fed[0]]
         plain = _timed_round(self.target, None, committed, 0, sampling)
         drafting = _timed_round(self.target, self.proposer, committed, draft_len, sampling)
-        seconds = interleaved({**parts, "plain round": plain, "round": drafting}, times)
+        seconds = interleaved({**parts, "plain round": plain, "round": drafting}, repeats)
         rows = zip(*(seconds[n] for n in ("round", "draft", str(draft_len + 1), "plain round", "1")), strict=True)
-        self.beyond_s += [r - draft_len * d - verify - (plain - one) for r, d, verify, plain, one in rows]
+        self.overhead_s = median([r - draft_len * d - verify - (plain - one) for r, d, verify, plain, one in rows])
 
     def as_json(self) -> dict[str, Any]:
         """Medians over all repeats, ms. A negative overhead is noise and counts as none; it is kept as measured too."""
-        one_s, overhead_ms = self.seconds["1"], 1e3 * median(self.beyond_s) if self.beyond_s else 0.0
+        one_s = self.seconds["1"]
         # each as the median of its ratios to the step beside it: a machine whose speed drifts slows both alike
         ms = {
             name: 1e3 * median(one_s) * median([t / one for t, one in zip(s, one_s, strict=True)])
@@ -76,8 +76,8 @@ class CostCurve:
         return {
             "draft_step_ms": ms.pop("draft", None),
             "target_step_ms": ms,
-            "overhead_ms": max(0.0, overhead_ms),
-            "overhead_measured_ms": overhead_ms,
+            "overhead_ms": 1e3 * max(0.0, self.overhead_s),
+            "overhead_measured_ms": 1e3 * self.overhead_s,
             "context_tokens": len(self.prefix),
             "repeats": len(one_s),
         }

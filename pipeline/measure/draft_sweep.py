@@ -71,16 +71,11 @@ class DraftSweep:
         context = self.prompts.longest.ids
         needed = max_draft_len + 2  # what is fed, and one token before it; a short prompt is repeated
         context = (context * (1 + needed // len(context)))[: max(len(context), needed)]
-        self.cost_curve = self.arm.cost_curve(context, max_draft_len + 1)
-        self.repeat_costs(self.settings.cost_repeats, max_draft_len)
-
-    def repeat_costs(self, times: int, max_draft_len: int) -> None:
-        from pipeline.measure.arm import sampling_of
-
-        assert self.cost_curve is not None
-        longest = max(k for k in self.settings.timed_draft_lens if k <= max_draft_len)
-        self.cost_curve.repeat_rounds(longest, times, sampling_of(self.settings.sampling))
-        self.cost_curve.repeat(times)
+        timed = max(k for k in self.settings.timed_draft_lens if k <= max_draft_len)
+        settings = self.settings
+        self.cost_curve = self.arm.cost_curve(
+            context, max_draft_len + 1, timed, settings.cost_repeats, settings.sampling
+        )
 
     @property
     def costs(self) -> Costs:
@@ -114,12 +109,14 @@ class DraftSweep:
         The parts of a round are timed again in each turn, beside the answers that they explain.
         """
         timing = self.settings.timing
+        assert self.cost_curve is not None
+        cost_curve = self.cost_curve
         readings: dict[str, Reading] = {}
 
         def read(prompt: Prompt) -> Reading:
             if prompt.id not in readings:
                 readings.clear()
-                self.repeat_costs(1, max(draft_lens))
+                cost_curve.repeat(1)
                 readings[prompt.id] = self.arm.read(prompt.ids, [self.ask(k) for k in draft_lens])
             return readings[prompt.id]
 
