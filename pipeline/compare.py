@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import config, provenance
+from pipeline.__main__ import refused
 from pipeline.measure.statistics import Interval, paired_mean_difference
 from pipeline.reporting import comparison, comparison_document
 from pipeline.reporting.conditions import differences, flat
@@ -33,8 +34,13 @@ class CompareError(ValueError):
 
 
 def git(*arguments: str) -> str | None:
-    """Standard output, or None when git fails."""
-    done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+    """Standard output, or None when git fails. Raises CompareError without git."""
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+    except FileNotFoundError:
+        raise CompareError(
+            "git: not found on the PATH; install it, results of other commits are read with it"
+        ) from None
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None
 
 
@@ -143,10 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         found, text = compare(args.base)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    provenance.write_text(OUT, text)
+        provenance.write_text(OUT, text)
+    except (ValueError, OSError) as e:
+        return refused(e, [str(OUT)])
     print(f"{comparison_document.headline(found)}.\nComparison: {OUT}")
     return 1 if found.regressions else 0
 

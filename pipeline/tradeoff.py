@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from pipeline import config, provenance
+from pipeline.__main__ import refused
 from pipeline.reporting import tradeoff_section
 from pipeline.reporting.records import METHODS
 from pipeline.reporting.tradeoff_section import Point
@@ -51,10 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         points, errors = read(args.folders, args.workspace)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    provenance.write_json(args.out, {"points": provenance.finite(points)})
+        provenance.write_json(args.out, {"points": provenance.finite(points)})
+    except (ValueError, OSError) as e:
+        return refused(e, [str(args.out)])
     alike = [p for p in points if p.same_quality_scale(points[0])]
     print(tradeoff_section.table(alike), tradeoff_section.libraries(alike), sep="\n\n")
     if len(alike) < len(points):

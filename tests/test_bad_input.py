@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from bad_input.world import Row, build, digest, restore, words_of
 
 from pipeline.__main__ import main
 
+ROOT = Path(__file__).parents[1]
 TABLES = {m.__name__.rpartition(".")[2]: m.ROWS for m in (settings, commands, models, checkpoints, texts, results)}
 ROWS = [pytest.param(row, id=f"{area}: {row.name}") for area, rows in TABLES.items() for row in rows]
 
@@ -82,3 +85,33 @@ def test_the_table_is_large_enough_and_says_so(capsys):
         print(f" {counts.total()} bad inputs ({', '.join(f'{area} {n}' for area, n in counts.items())}) ", end="")
     assert counts.total() >= 120
     assert len({id_ for rows in ROWS for id_ in [rows.id]}) == len(ROWS), "each row has a name of its own"
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "names"),
+    [
+        ("pipeline", "quantise", "quantise: no such stage"),
+        ("pipeline", "quantize@gptq model=artifacts/target", "quantize: path 'out' is missing|path .* is missing"),
+        ("pipeline.compile", "quantize.gptq.bits=7", "quantize.gptq.bits"),
+        ("pipeline.compile", "experiment=nosuch", "nosuch"),
+        ("pipeline.scratch", "nowhere experiment=nosuch", "nosuch"),
+        ("pipeline.verify", "experiment=nosuch", "nosuch"),
+        ("pipeline.compare", "--base nosuch", "git: not found on the PATH"),
+        ("pipeline.sweep", "--multirun track.uri=https://me:planted@host", "track.uri"),
+    ],
+)
+def test_what_is_known_up_front_is_refused_within_five_seconds(module, words, names):
+    """Of its own CPU time, in a process of its own, imports included: wall time would be that of the machine."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", module, *words.split()],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stderr is not None
+    said = child.stderr.read()
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 2 and re.search(names, said), said
+    assert used.ru_utime + used.ru_stime < 5
