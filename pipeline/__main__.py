@@ -237,6 +237,8 @@ def disk_trouble(error: BaseException, places: Sequence[str]) -> str | None:
 
 def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, MemoryError) and not str(error):
+        text = "not enough memory; close other programs, or lower what the job asks for"
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         text = f"{error.filename}: not found; run `dvc repro` to produce it, or correct the path"
     elif isinstance(error, PermissionError) and error.filename is not None:

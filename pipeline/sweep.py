@@ -146,8 +146,6 @@ def main(cfg: DictConfig) -> None:
         run_job(new, stages, folder)
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         text = one_line(e) if not isinstance(e, RuntimeError) else allocation_failure(e)
-        if isinstance(e, MemoryError) and not str(e):
-            text = "not enough memory; close other programs, or lower what the job asks for"
         if text is None:
             raise
         # the other jobs go on; the exit code at the end tells that one failed

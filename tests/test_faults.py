@@ -23,7 +23,7 @@ from smoke_graph import ROOT, environment, run
 from test_safety import ordinary
 
 from pipeline import config, distill, provenance
-from pipeline.__main__ import disk_trouble, main
+from pipeline.__main__ import disk_trouble, main, one_line
 from pipeline.checkpoint import random_llama
 from pipeline.measure import baseline
 from pipeline.measure.memory import allocation_failure
@@ -318,6 +318,7 @@ def test_memory_that_is_not_there_is_one_line_with_a_way_out():
     assert allocation_failure(gpu).startswith("not enough memory for a tensor of 2.50 GiB; ")
     assert allocation_failure(RuntimeError("shapes do not match")) is None
     assert allocation_failure(ValueError("not enough memory")) is None
+    assert one_line(MemoryError()).startswith("not enough memory; "), "Python's own says nothing"
 
 
 def test_an_allocation_that_fails_in_a_worker_is_the_parents_memory_error(tmp_path):

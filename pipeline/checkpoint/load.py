@@ -18,6 +18,7 @@ from torch import nn
 from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.packed import PackedLinear
 from pipeline.checkpoint.read import Checkpoint, located, read
+from pipeline.checkpoint.whole import RECOMPUTED
 from pipeline.engine import few_rows, lean, native
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.few_rows import FewRowsInt4Linear, FewRowsInt8Linear, FewRowsLinear
@@ -34,7 +35,6 @@ from pipeline.engine.linear4 import quantized_linear
 from pipeline.engine.skeleton import Skeleton, plain_config
 
 DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
-RECOMPUTED = r"rotary_emb\.inv_freq$"  # buffers older exports stored and every model computes
 
 
 def load_decoder(

@@ -15,6 +15,7 @@ from pipeline.engine.lean import LeanDecoder
 from pipeline.engine.propose import ModelProposer, Proposer
 from pipeline.engine.sample import GREEDY, Sampling
 from pipeline.measure.blocks import order_of
+from pipeline.measure.speculation import AGAIN
 from pipeline.measure.statistics import median
 
 if TYPE_CHECKING:
@@ -100,7 +101,6 @@ def draft_cost_ratio(
 # per repeat, in seconds: a target forward over n tokens of each sequence (n), over one token again (AGAIN), one draft
 # step of all (0)
 BatchSeconds = list[dict[int, float]]
-AGAIN = -1
 
 
 def batch_seconds(

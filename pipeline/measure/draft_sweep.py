@@ -42,7 +42,6 @@ class DraftSweep:
     settings: Speculate
     seed: int
     traced: list[Traced] = field(default_factory=list)
-    cost_curve: CostCurve | None = None
 
     def ask(self, draft_len: int) -> Ask:
         return Ask(draft_len, self.settings.max_new_tokens, ignore_end=False, sampling=self.settings.sampling)
@@ -66,31 +65,14 @@ class DraftSweep:
         answers = [(len(t.answer.ids), t.kept_at or _nothing) for t in chosen]
         return [curve_point(counts, k, costs) for k, counts in replay_all(answers, draft_lens).items()]
 
-    def time_costs(self, max_draft_len: int) -> None:
+    def time_costs(self, max_draft_len: int) -> CostCurve:
         """Cost curves after the longest prompt, and what a speculative round takes beyond its forwards."""
         context = self.prompts.longest.ids
         needed = max_draft_len + 2  # what is fed, and one token before it; a short prompt is repeated
         context = (context * (1 + needed // len(context)))[: max(len(context), needed)]
         timed = max(k for k in self.settings.timed_draft_lens if k <= max_draft_len)
         settings = self.settings
-        self.cost_curve = self.arm.cost_curve(
-            context, max_draft_len + 1, timed, settings.cost_repeats, settings.sampling
-        )
-
-    @property
-    def costs(self) -> Costs:
-        """By what was timed of them so far."""
-        assert self.cost_curve is not None
-        return Costs.from_json(self.cost_curve.as_json())
-
-    def costs_json(self) -> dict[str, Any]:
-        assert self.cost_curve is not None
-        measured = self.cost_curve.as_json()
-        return {
-            **self.costs.as_json(),
-            "overhead_measured_ms": measured["overhead_measured_ms"],
-            "repeats": measured["repeats"],
-        }
+        return self.arm.cost_curve(context, max_draft_len + 1, timed, settings.cost_repeats, settings.sampling)
 
     def batches(self, curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | str:
         """The K that pays at each batch size, after the longest prompt; a sentence where it cannot be told."""
@@ -103,20 +85,18 @@ class DraftSweep:
             return seconds
         return [batch_point(b, s, {k: emitted[k] for k in lens}, self.seed) for b, s in seconds.items()]
 
-    def time(self, draft_lens: Sequence[int]) -> Blocks:
+    def time(self, draft_lens: Sequence[int], costs: CostCurve) -> Blocks:
         """Time every K in interleaved blocks, each over the prompts of its turn, which are read once for all K.
 
-        The parts of a round are timed again in each turn, beside the answers that they explain.
+        The parts of a round are timed again in each turn, into `costs`, beside the answers that they explain.
         """
         timing = self.settings.timing
-        assert self.cost_curve is not None
-        cost_curve = self.cost_curve
         readings: dict[str, Reading] = {}
 
         def read(prompt: Prompt) -> Reading:
             if prompt.id not in readings:
                 readings.clear()
-                cost_curve.repeat(1)
+                costs.repeat(1)
                 readings[prompt.id] = self.arm.read(prompt.ids, [self.ask(k) for k in draft_lens])
             return readings[prompt.id]
 

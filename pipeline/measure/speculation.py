@@ -11,6 +11,8 @@ from pipeline.engine.replay import KeptAt, Replay, replay
 from pipeline.measure.answers import Acceptance
 from pipeline.measure.statistics import Interval, claimable, differs_from_one, median, median_interval
 
+AGAIN = -1  # beside the numbers of tokens of a step: the one over a single token once more, as a control
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -97,11 +99,11 @@ def batch_point(
 ) -> dict[str, Any]:
     """What each K gains when `batch` sequences are decoded together, and the K to use there.
 
-    seconds[repeat][n]: a target step over n tokens of each sequence; [0]: one draft step; [-1]: the step over one token
-    once more, the control. Every sequence keeps its own number of tokens (`emitted[K]` a round, tau), so gain =
+    seconds[repeat][n]: a target step over n tokens of each sequence; [0]: one draft step; [AGAIN]: the step over one
+    token once more, the control. Every sequence keeps its own number of tokens (`emitted[K]` a round, tau), so gain =
     tau t(1) / (K d + t(K + 1)), paired within the repeats. A gain within the control's interval is none.
     """
-    floor = median_interval([s[1] / s[-1] for s in seconds], seed)
+    floor = median_interval([s[1] / s[AGAIN] for s in seconds], seed)
     gains = {0: Interval(1.0, 1.0, 1.0)}
     for k, tau in emitted.items():
         gains[k] = median_interval([tau * s[1] / (k * s[0] + s[k + 1]) for s in seconds], seed)

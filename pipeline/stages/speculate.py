@@ -21,7 +21,7 @@ from pipeline.measure.setup import (
     refuse_beyond_context,
     refuse_unfit_draft,
 )
-from pipeline.measure.speculation import best_measured, best_predicted, curve_point
+from pipeline.measure.speculation import Costs, best_measured, best_predicted, curve_point
 from pipeline.measure.statistics import Interval
 from pipeline.measure.verdict import BrokenOutput
 
@@ -75,11 +75,12 @@ def measure(sweep: DraftSweep, key: str, draft: DraftSpec | None) -> tuple[dict[
     lens = sorted(settings.draft_lens) if draft else [0]
     if greedy:
         sweep.trace()
-    sweep.time_costs(max(lens))
-    first = best_predicted(sweep.curve(lens, sweep.costs, None))
+    timed_costs = sweep.time_costs(max(lens))
+    first = best_predicted(sweep.curve(lens, Costs.from_json(timed_costs.as_json()), None))
     timed_lens = sorted({*set(settings.timed_draft_lens) & set(lens), first})
-    blocks = sweep.time(timed_lens)
-    costs = sweep.costs
+    blocks = sweep.time(timed_lens, timed_costs)
+    measured_costs = timed_costs.as_json()
+    costs = Costs.from_json(measured_costs)
     curve = sweep.curve(lens, costs, None)
     if not greedy:
         curve = [curve_point(Acceptance.of(answers_of(blocks, k), k), k, costs) for k in timed_lens]
@@ -102,7 +103,7 @@ def measure(sweep: DraftSweep, key: str, draft: DraftSpec | None) -> tuple[dict[
         "by_category": {
             c: [{n: p[n] for n in names} for p in sweep.curve(lens, costs, c)] for c in sweep.prompts.by_category
         },
-        "costs": sweep.costs_json(),
+        "costs": {**measured_costs, **costs.as_json()},
         "batches": sweep.batches(curve) if draft else NO_DRAFT,
         "best_draft_len": best,
         "best_reason": best_reason,
