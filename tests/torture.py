@@ -265,13 +265,15 @@ def wait_for(left: Callable[[], list[psutil.Process]], limit_s: float) -> list[p
 
 
 def end_all(folder: Path, running: subprocess.Popen[str]) -> None:
-    """By force: what is left has been noted."""
+    """By force, and wait for it: what is left has been noted."""
     if running.poll() is None:
         running.kill()
     running.wait()
     for process in processes(folder):
         with contextlib.suppress(psutil.Error):
             process.kill()
+    if left := wait_for(lambda: processes(folder), GONE_WITHIN_S):
+        raise RuntimeError(f"SIGKILL did not end {', '.join(named(left))}")
 
 
 def tracked(folder: Path) -> bool:
