@@ -21,6 +21,7 @@ help: ## what can be made
 	command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or set PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	KERNELS_DIR=artifacts/kernels python -c "from pipeline.engine import native; print('kernels:', native.refusal() or 'compiled')"
 	touch $@
 
 $(QUANTIZERS)/.ready: envs/quantizers/requirements.lock

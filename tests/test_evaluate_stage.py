@@ -52,28 +52,30 @@ def scored(nll, kl=None, agree=None):
     return quality.StreamScores(np.array(nll, dtype=float), None, kl and np.array(kl), agree and np.array(agree))
 
 
-def rows(nll):
-    return [{"document": f"d{i}", "category": "prose", "nll_nats": x, "tokens": 10} for i, x in enumerate(nll)]
+def rows(nll, tokens=10):
+    return [{"document": f"d{i}", "category": "prose", "nll_nats": x, "tokens": tokens} for i, x in enumerate(nll)]
 
 
 def answers(*correct):
     return [{"task": "last_word", "doc_id": i, "filter": "none", "correct": c} for i, c in enumerate(correct)]
 
 
-def base(nll, *correct, weights="a"):
-    return reference.Baseline({}, rows(nll), answers(*correct), weights)
+def base(nll, *correct, weights="a", tokens=10):
+    return reference.Baseline({}, rows(nll, tokens), answers(*correct), weights)
 
 
 def test_comparison_with_the_baseline():
     against = reference.compare(
-        base([10.0, 20.0], True, False, True),
+        base([10.0, 20.0], True, False, True, tokens=2),
         {"prose": scored([1.0], [0.0, 0.1, 0.2, 5.0], [True, True, True, False])},
-        rows([11.0, 24.0]),
+        rows([11.0, 24.0], tokens=2),
         answers(True, True, False),
         seed=0,
     )
-    assert against["delta_log_ppl"]["value"] == pytest.approx(5 / 20)
+    assert against["delta_log_ppl"]["value"] == pytest.approx(5 / 4)
     assert against["kl_nats_mean"] == pytest.approx(5.3 / 4) and against["kl_nats_median"] == pytest.approx(0.15)
+    of_documents = {"value": 5.3 / 4, "low": 0.1 / 2, "high": 5.2 / 2}  # one document drawn twice, or the other
+    assert against["kl_nats_mean_interval"] == pytest.approx(of_documents)
     assert against["top1_agreement"] == 0.75
     assert against["acc_last_word"] == {"mcnemar_p": 1.0, "gained": 1, "lost": 1}
     assert against["by_category"]["prose"]["kl_nats_mean"] == against["kl_nats_mean"]

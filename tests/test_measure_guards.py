@@ -17,7 +17,6 @@ READBACK = {
     "engine": "made-up",
     "weights_dtype": "bfloat16",
     "activations_dtype": "bfloat16",
-    "compiled": False,
     "threads": 2,
     "device": "cpu",
     "kernels": {"FullLinear": 7},

@@ -84,7 +84,7 @@ def test_a_verdict_only_gets_worse():
 
 
 def test_unlike_setups_are_named():
-    base = {"engine": "hf", "activations_dtype": "float32", "compiled": False, "threads": 2, "device": "cpu"}
+    base = {"engine": "hf", "activations_dtype": "float32", "threads": 2, "device": "cpu"}
     assert unequal_setups(base, {**base, "kernels": {"Int4Linear": 3}}) == []
     assert unequal_setups(base, {**base, "activations_dtype": "bfloat16"}) == [
         "activations dtype: bfloat16 here, float32 in base"

@@ -486,8 +486,8 @@ def test_the_dtype_of_activations_is_stated_once_as_it_was_loaded(tmp_path):
     text = text_of(tmp_path, benchmark=lean)
     engines = {cells[0]: cells[1] for cells in cells_after(text, "## Machine") if "engine" in cells[0]}
     assert engines == {
-        "engine, as loaded: speed": "lean, float32 activations, not compiled",
-        "engine, as loaded: quality": "hf, bfloat16 activations, not compiled",
+        "engine, as loaded: speed": "lean, float32 activations",
+        "engine, as loaded: quality": "hf, bfloat16 activations",
     }
     settings = text[text.index("```yaml") :]
     assert "activations_dtype" not in settings and "weights_dtype: bfloat16" in settings

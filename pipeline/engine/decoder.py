@@ -84,7 +84,6 @@ class Decoder:
             "weights_dtype": str(self.dtype).removeprefix("torch."),
             "activations_dtype": str(self.activations).removeprefix("torch."),
             "kernels": dict(sorted(kernels.items())),
-            "compiled": False,
             "threads": torch.get_num_threads(),
             "device": str(self.device),
         }

@@ -103,11 +103,13 @@ def _differences(
     kl_S = np.concatenate([s.kl_nats_S for s in scores if s.kl_nats_S is not None])
     agree_S = np.concatenate([s.agree_S for s in scores if s.agree_S is not None])
     assert [(d["document"], d["tokens"]) for d in before] == [(d["document"], d["tokens"]) for d in after]
+    tokens_D = [d["tokens"] for d in after]
     change_D = [a["nll_nats"] - b["nll_nats"] for b, a in zip(before, after, strict=True)]
-    delta = statistics.paired_mean_difference(change_D, [d["tokens"] for d in after], seed)
+    kl_D = [float(part.sum()) for part in np.split(kl_S, np.cumsum(tokens_D)[:-1])]
     return {
-        "delta_log_ppl": dataclasses.asdict(delta),
+        "delta_log_ppl": dataclasses.asdict(statistics.paired_mean_difference(change_D, tokens_D, seed)),
         "kl_nats_mean": float(kl_S.mean()),
+        "kl_nats_mean_interval": dataclasses.asdict(statistics.paired_mean_difference(kl_D, tokens_D, seed)),
         "kl_nats_median": float(np.median(kl_S)),
         "kl_nats_p99": float(np.quantile(kl_S, 0.99)),
         "top1_agreement": float(agree_S.mean()),

@@ -12,7 +12,7 @@ Grade = Literal["exact", "numeric", "broken"]
 SEVERITY: tuple[Verdict, ...] = ("OK", "UNDECIDED", "NOT COMPARABLE", "VOID")
 LOOP_TOKENS = 4
 # entries of a readback that must be equal for speeds to be compared; weights' dtype and kernels are what is compared
-COMPARED = ("engine", "activations_dtype", "compiled", "threads", "device")
+COMPARED = ("engine", "activations_dtype", "threads", "device")
 
 
 class BrokenOutput(ValueError):

@@ -11,7 +11,7 @@ from pipeline.reporting.study import Study
 
 PACE = ("max_new_tokens", "forced_new_tokens", "prompts_per_category")  # of section benchmark; budgets only add blocks
 NOT_SCORED = ("batch_size",)  # of section evaluate: how, not what
-SETUP = ("engine", "weights_dtype", "activations_dtype", "compiled", "threads", "device")
+SETUP = ("engine", "weights_dtype", "activations_dtype", "threads", "device")
 
 
 def conditions(study: Study) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from pipeline.reporting import markdown, numbers
-from pipeline.reporting.numbers import count, fixed, number, share, signed_interval
+from pipeline.reporting.numbers import count, fixed, interval, number, share, signed_interval
 from pipeline.reporting.records import METHODS
 from pipeline.reporting.study import Study
 
@@ -52,24 +52,26 @@ def perplexities(study: Study, evaluated: dict[str, Any]) -> str:
     rows = []
     for target, found in evaluated.items():
         ppl, against = found["token_ppl"], found["against_base"] or {}
-        kl = [number(against.get(f"kl_nats_{q}"), digits=2) for q in ("median", "mean", "p99")]
+        spread = [number(against.get(f"kl_nats_{q}"), digits=2) for q in ("median", "p99")]
         rows.append(
             [
                 f"`{target}`",
                 number(ppl["value"], digits=4),
                 *(number(ppl["by_category"].get(c, {}).get("value"), digits=4) for c in categories),
                 *(
-                    ["–"] * 3
+                    ["–"] * 4
                     if target == "base"
                     else [
                         signed_interval(study.rows[target].ppl_increase_pct, "%"),
-                        " / ".join(kl),
+                        interval(numbers.interval_of(against.get("kl_nats_mean_interval"))),
+                        " / ".join(spread),
                         share(against.get("top1_agreement"), places=1),
                     ]
                 ),
             ]
         )
-    headers = ["", "token ppl", *(f"of {c}" for c in categories), "change", "KL median / mean / p99, nats", "agreement"]
+    per_category = [f"of {c}" for c in categories]
+    headers = ["", "token ppl", *per_category, "change", "KL mean, nats", "median / p99", "agreement"]
     return markdown.table(headers, rows)
 
 

@@ -136,8 +136,8 @@ def environment(study: Study) -> str:
 
 
 def engine(readback: dict[str, Any]) -> str:
-    compiled = "compiled" if readback["compiled"] else "not compiled"
-    return f"{readback['engine']}, {readback['activations_dtype']} activations, {compiled}"
+    between = f", {readback['between_linears']} between linear layers" if "between_linears" in readback else ""
+    return f"{readback['engine']}, {readback['activations_dtype']} activations{between}"
 
 
 def _gigabytes(benchmark: dict[str, Any]) -> str:
