@@ -181,6 +181,6 @@ def judge(settings: Speculate, curve: Sequence[dict[str, Any]], best: int, block
         speedup = Interval(**found["speedup"])
         open_question = k == best or (best == 0 and not speedup.high < 1)
         if open_question and not speedup.relative_half_width <= timing.precision:
-            wide = f"+-{100 * speedup.relative_half_width:.0f} %, asked +-{100 * timing.precision:g} %"
+            wide = f"+-{100 * speedup.relative_half_width:.1f} %, asked +-{100 * timing.precision:g} %"
             judgement.add("UNDECIDED", f"K = {k}: the interval of its speedup is {wide}")
     return judgement

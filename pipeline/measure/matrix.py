@@ -306,7 +306,7 @@ def judge(
         judgement.add("UNDECIDED", f"{len(matrix.blocks.kept)} blocks in the time budget, {timing.min_blocks} asked")
     for protocol, ratio in ((NATURAL, speedup), (FORCED, forced["speedup"] if forced else None)):
         if ratio is not None and not ratio.relative_half_width <= timing.precision:
-            wide = f"+-{100 * ratio.relative_half_width:.0f} %, asked +-{100 * timing.precision:g} %"
+            wide = f"+-{100 * ratio.relative_half_width:.1f} %, asked +-{100 * timing.precision:g} %"
             judgement.add("UNDECIDED", f"{protocol} speedup: interval {wide}")
     if speedup is not None and not differs_from_one(speedup, matrix.noise_floor(None)):
         judgement.note("its speed does not differ from base's beyond the noise floor")
