@@ -8,6 +8,7 @@ import torch
 from checkpoint_fixtures import edit_config, rewrite, saved, tiny
 from safetensors.torch import save_file
 
+from pipeline.checkpoint import files
 from pipeline.checkpoint.files import CheckpointError, TensorFiles
 from pipeline.checkpoint.read import read
 
@@ -40,6 +41,21 @@ def test_tensors_outlive_their_file(folder):
         f.seek(-4096, 2)
         f.write(b"\x77" * 4096)
     assert torch.equal(tensor, before)
+
+
+def test_a_file_is_opened_once_for_many_tensors_and_anew_when_much_of_it_is_mapped(sharded, monkeypatch):
+    opened = []
+    monkeypatch.setattr(files, "_opened", lambda file, really=files._opened: opened.append(file.name) or really(file))
+    tensors = TensorFiles(sharded)
+    for name in sorted(tensors, key=lambda name: tensors.entries[name].file):
+        tensors[name]
+    shards = sorted(path.name for path in sharded.glob("model-*.safetensors"))
+    assert opened == [*shards, *shards], "for its header, and for its data"
+    monkeypatch.setattr(files, "MAPPED_BYTES", 0)
+    opened.clear()
+    for _ in range(3):
+        tensors["model.norm.weight"]
+    assert len(opened) >= 2
 
 
 @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "..", "sub/model.safetensors", 7])

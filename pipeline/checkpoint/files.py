@@ -19,6 +19,7 @@ import torch
 WORDS, SCALES, INDICES = ("I32",), ("F16", "BF16", "F32"), ("I32", "I64")  # dtypes of packed layers' parts
 CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAPPED_BYTES = 2**25  # what was read of an open file stays in memory until it is closed
 
 
 class CheckpointError(ValueError):
@@ -75,6 +76,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __init__(self, folder: Path) -> None:
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, str] = {}
+        self._open: tuple[Path, Any] | None = None
+        self._mapped = 0
         for file in weight_files(folder):
             self._scan(file)
         if not self.entries:
@@ -98,15 +101,24 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
-        with _opened(entry.file) as f:
-            try:
-                tensor: torch.Tensor = f.get_tensor(name).clone()  # the original is a view of the mapped file
-            except Exception as e:  # safetensors' own for a dtype torch has not, and whatever torch makes of it
-                raise CheckpointError(f"{entry.file}: {name} cannot be read ({e}); export it again") from e
+        try:
+            tensor: torch.Tensor = self._reader(entry).get_tensor(name).clone()  # the original is a view of the file
+        except CheckpointError:
+            raise
+        except Exception as e:  # safetensors' own for a dtype torch has not, and whatever torch makes of it
+            raise CheckpointError(f"{entry.file}: {name} cannot be read ({e}); export it again") from e
         if tensor.dtype in CHECKED and tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
             count = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{entry.file}: {name} holds {count} NaN or infinite values; export it again")
         return tensor
+
+    def _reader(self, entry: Entry) -> Any:
+        """The tensor's file, left open for the next one: opening parses the header of all its tensors."""
+        if self._open is None or self._open[0] != entry.file or self._mapped > MAPPED_BYTES:
+            self._open = None  # unmapped before the next is mapped
+            self._open, self._mapped = (entry.file, _opened(entry.file)), 0
+        self._mapped += entry.nbytes
+        return self._open[1]
 
     def part(self, layer: str, suffix: str, dtypes: tuple[str, ...], dimensions: int = 2) -> torch.Tensor:
         """A tensor that a packed layer cannot be without, of one of `dtypes`."""
