@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 VICTIMS = ("dvc", "stage", "worker")
 BETWEEN = "between stages"
+WORKER_TURNS = 3
 GONE_WITHIN_S = 15.0
 DVC_ENDS_WITHIN_S = 15.0
 LOOK_EVERY_S = 0.05
@@ -176,18 +178,20 @@ def ignores_sigint(pid: int) -> bool:
     return False
 
 
-def choose(draw: random.Random, spans: Spans, done: set[str], aimed: set[str]) -> Aim | None:
-    """At the next stage of the graph that is neither done nor was aimed at before; None when there is no other.
+def choose(draw: random.Random, spans: Spans, done: set[str], aimed: Counter[str]) -> Aim | None:
+    """At the next stage of the graph that is neither done nor had its turn; None when there is no other.
 
-    A worker ignores SIGINT, which its stage handles, so it is never sent one.
+    Every stage has one turn, and WORKER_TURNS more for its workers if it has any. A worker ignores SIGINT, which its
+    stage handles, so it is never sent one.
     """
     order = list(dict.fromkeys(stage for stage, _ in spans))
-    ahead = [s for s in order if s not in done | aimed and (s != BETWEEN or order[0] not in done)]
+    turns = {s: 1 + WORKER_TURNS * ((s, "worker") in spans) for s in order}
+    ahead = [s for s in order if s not in done and aimed[s] < turns[s] and (s != BETWEEN or order[0] not in done)]
     if not ahead:
         return None
-    sent, at, of_worker = draw.choice(SIGNALS), draw.uniform(0.0, 0.8), draw.random() < 0.5
+    sent, at = draw.choice(SIGNALS), draw.uniform(0.0, 0.8)
     victim = draw.choice(("dvc", "stage")) if ahead[0] != BETWEEN else "dvc"
-    if of_worker and (ahead[0], "worker") in spans:
+    if aimed[ahead[0]]:
         victim, sent = "worker", signal.SIGTERM if sent == signal.SIGINT else sent
     return Aim(sent, victim, ahead[0], at)
 
@@ -314,20 +318,20 @@ def torture(folder: Path, kills: int, seed: int, targets: tuple[str, ...] = ()) 
     wipe(folder)
     hits: list[Kill] = []
     redone: set[str] = set()
-    aimed: set[str] = set()
+    aimed: Counter[str] = Counter()
     graphs, equal, good_runs = 0, True, None if targets else True
     while len(hits) < kills:
         aim = choose(draw, spans, locked(folder) - {"environment"}, aimed)
         kill = hit(folder, aim, spans, targets) if aim is not None else None
         if aim is not None and kill is not None:
-            aimed.add(aim.stage)
+            aimed[aim.stage] += 1
             hits.append(kill)
             print(f"{len(hits)}/{kills} {kill}", file=sys.stderr)
         if kill is None or len(hits) == kills:
             redone |= finish(folder, targets)[1]
             graphs, equal = graphs + 1, equal and outcome(folder, targets) == due
             good_runs = good_runs and tracked(folder)  # a part of the graph does not get as far
-            aimed = set()
+            aimed.clear()
             wipe(folder)
     return {
         "kills": len(hits),
