@@ -40,7 +40,7 @@ params: setup ## compile conf/ into params.yaml
 repro: setup ## the answer for the committed experiment: environments, all stages, the report
 	@! python -m pipeline.compile --needs-quantizers || $(MAKE) --no-print-directory setup-quantizers
 	@python -m pipeline.compile --unlock
-	dvc repro || { code=$$?; dvc checkout --quiet || true; exit $$code; }
+	dvc repro || { code=$$?; python -m pipeline.compile --restore; exit $$code; }
 	@python -m pipeline.compile --verdict
 
 # two at a time, each on one core: most tests wait for imports, and threads that share a core wait for each other
@@ -72,7 +72,7 @@ compare: setup ## these results against another commit's, exit 1 on a regression
 	@python -m pipeline.compare --base "$(BASE)"
 
 # jobs share this machine's cores: one after the other; the workspace's own results are points as well
-GRIDS := 'quantize.gptq.group_size=16,32' \
+GRIDS := 'quantize.gptq.group_size=16,32' 'quantize.gptq.bits=3,8' \
 	'quantize.gptq.true_sequential=false quantize.gptq.backend=auto_gptq,llmcompressor' \
 	'quantize.awq.backend=llmcompressor'
 sweep: setup ## quality against size over settings, into the report: make sweep [GRID='quantize.gptq.bits=3,4']

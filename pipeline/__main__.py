@@ -128,6 +128,12 @@ def hashes(paths: dict[str, Path]) -> dict[str, str]:
     return {name: provenance.tree_sha256(path) for name, path in paths.items()}
 
 
+def log_file(name: str, paths: dict[str, Path]) -> Path | None:
+    """In `logs` beside the folder of metrics that a stage writes to or reads, else beside its output."""
+    beside = paths["metrics"].parent if "metrics" in paths else paths.get("results", paths.get("out"))
+    return None if beside is None else beside.parent / "logs" / f"{name}.log"
+
+
 def refuse_missing_device(device: str) -> None:
     """Raises ConfigError when `device` is a GPU and no NVIDIA driver is here; known without importing torch."""
     if device.startswith("cuda") and shutil.which("nvidia-smi") is None:
@@ -180,8 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)
         places = [str(p) for n, p in paths.items() if n.startswith("out") or n == "metrics"]
         params, name = config.load(params_path), stage if key is None else f"{stage}@{key}"
-        metrics = paths.get("metrics")
-        with progress.stage_log(name, metrics and metrics.parent.parent / "logs" / f"{name}.log"):
+        with progress.stage_log(name, log_file(name, paths)):
             run_stage(stage, key, paths, params)
     except (ValueError, OSError, MemoryError) as e:
         if os.environ.get("PIPELINE_TRACEBACK"):

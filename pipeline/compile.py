@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline import config, provenance
 from pipeline.__main__ import refused
 from pipeline.plan import archived_backends, plan
-from pipeline.scratch import drop_broken_lock
+from pipeline.scratch import drop_broken_lock, restore
 
 CONF, PARAMS, METRICS, REPORT = (
     Path("conf"),
@@ -31,11 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--needs-quantizers", action="store_true", help="exit 0 when a backend needs envs/quantizers")
     what.add_argument("--verdict", action="store_true", help="print the report's verdict and where it is")
     what.add_argument("--unlock", action="store_true", help="remove a lock file of DVC that a kill left half-written")
+    what.add_argument("--restore", action="store_true", help="bring back results that a failed stage lost")
     what.add_argument("--tracking-uri", action="store_true", help="print the MLflow store")
     args = parser.parse_args(argv)
     try:
         if args.unlock:
             drop_broken_lock(Path())
+            return 0
+        if args.restore:
+            restore(Path())
             return 0
         if args.needs_quantizers:
             return 0 if archived_backends(config.load(PARAMS)) else 1

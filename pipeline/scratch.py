@@ -132,6 +132,25 @@ def _whole_lock(raw: bytes) -> bool:
         return False
 
 
+def restore(folder: Path) -> None:
+    """`dvc checkout`: results that a failed stage lost come back. Not while another run is at work in `folder`, which
+    would find old results in place of those that it has just written."""
+    if not at_work(folder):
+        subprocess.run([*DVC, "checkout", "--quiet"], cwd=folder, env=environment(Path.cwd(), folder), check=False)
+
+
+def at_work(folder: Path) -> bool:
+    """Whether a living process holds one of DVC's locks on a file there."""
+    import psutil
+
+    try:
+        held = provenance.read_json(folder / ".dvc/tmp/rwlock")
+    except (OSError, ValueError):
+        return False
+    users = [user for uses in held.values() for user in (*uses.get("read", ()), uses.get("write")) if user]
+    return any(psutil.pid_exists(user["pid"]) for user in users)
+
+
 def reproduce(folder: Path) -> int:
     """`dvc repro` in `folder`; returns its exit code."""
     drop_broken_lock(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -110,6 +111,38 @@ def test_a_dvc_lock_that_a_kill_left_half_written_is_removed(tmp_path, monkeypat
     (tmp_path / "dvc.lock").write_text(text)
     scratch.drop_broken_lock(tmp_path)
     assert (tmp_path / "dvc.lock").exists() == stays
+
+
+@pytest.mark.parametrize(("pid", "returns"), [(os.getpid(), False), (2**22 + 1, True)])
+@pytest.mark.parametrize("use", ["read", "write"])
+def test_old_results_come_back_unless_another_run_is_at_work(tmp_path, monkeypatch, use, pid, returns):
+    """2**22 is Linux's largest process number."""
+    user = {"pid": pid, "cmd": "dvc repro"}
+    provenance.write_json(tmp_path / ".dvc/tmp/rwlock", {"/a": {use: [user] if use == "read" else user}})
+    asked = []
+    monkeypatch.setattr(scratch.subprocess, "run", lambda command, **_: asked.append(command[-2:]))
+    scratch.restore(tmp_path)
+    assert asked == [["checkout", "--quiet"]] * returns
+
+
+REPRO = """
+python -m pipeline.compile --unlock
+dvc repro fetch@target || { code=$?; python -m pipeline.compile --restore; exit $code; }
+"""
+
+
+@pytest.mark.slow
+def test_of_two_runs_at_once_one_goes_on_and_the_other_says_who_that_is(tmp_path):
+    """What `make repro` runs, of the graph's first stage that takes long."""
+    scratch.make(ROOT, tmp_path, ["experiment=smoke"])
+    both = [started(tmp_path, "bash", "-c", REPRO) for _ in range(2)]
+    said = [run.communicate() for run in both]
+    good, bad = sorted(zip(both, said, strict=True), key=lambda pair: pair[0].returncode)
+    assert good[0].returncode == 0 and bad[0].returncode != 0, said
+    assert re.search(r"is busy, it is being blocked by:\s+\(PID \d+\)|Unable to acquire lock", bad[1][1])
+    again = started(tmp_path, "bash", "-c", REPRO)
+    assert "Running stage" not in again.communicate()[0] and again.returncode == 0
+    assert (tmp_path / "artifacts/target/model.safetensors").exists() and not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.slow

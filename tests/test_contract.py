@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline import config
-from pipeline.__main__ import SECTION_NAMES, arguments_of, stage_names
+from pipeline.__main__ import SECTION_NAMES, arguments_of, log_file, stage_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipeline"
@@ -55,6 +55,12 @@ def stages() -> list[dict]:
 
 def stage_of(entry: dict) -> str:
     return entry["cmd"][entry["cmd"].index("pipeline") + 1].partition("@")[0]
+
+
+def test_every_stage_has_a_log(stages):
+    for entry in stages:
+        name = entry["cmd"][entry["cmd"].index("pipeline") + 1]
+        assert log_file(name, paths_of(entry)) == Path(f"artifacts/logs/{name}.log")
 
 
 def paths_of(entry: dict) -> dict[str, Path]:
