@@ -129,8 +129,9 @@ def hashes(paths: dict[str, Path]) -> dict[str, str]:
 
 
 def log_file(name: str, paths: dict[str, Path]) -> Path | None:
-    """In `logs` beside the folder of metrics that a stage writes to or reads, else beside its output."""
-    beside = paths["metrics"].parent if "metrics" in paths else paths.get("results", paths.get("out"))
+    """In `logs` beside the folder of metrics that a stage writes to; the two stages without one name another place."""
+    instead = paths.get({"environment": "out", "report": "results"}.get(name, ""))
+    beside = paths["metrics"].parent if "metrics" in paths else instead
     return None if beside is None else beside.parent / "logs" / f"{name}.log"
 
 
@@ -207,12 +208,13 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def system_errors() -> Iterator[None]:
-    """What the system refused to safetensors, of whoever writes with it, as the OSError that it is."""
+    """What the system refused to safetensors or tokenizers, of whoever writes with them, as the OSError that it is."""
     try:
         yield
     except Exception as e:
         found = re.search(r"\(os error (\d+)\)", str(e))
-        if type(e).__name__ != "SafetensorError" or found is None:  # importing the class would import torch
+        named = type(e).__name__ in ("SafetensorError", "Exception")  # importing the former would import torch
+        if not named or found is None:
             raise
         raise OSError(int(found[1]), str(e)) from e
 

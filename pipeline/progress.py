@@ -29,6 +29,10 @@ class LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is tried once more
+            super().close()
+
 
 class Watch:
     """Knows when something last moved, and says so once it has been too long; `moved` starts the count anew."""

@@ -4,20 +4,25 @@ An input is a folder in one string of bytes: three parts after their lengths (co
 safetensors file, its tensors), so that a mutation lands inside a part instead of breaking the container each time;
 half of those to the JSON parts put an odd value where another stood. The
 only exceptions a reader may raise are CheckpointError and other ValueErrors of one line; anything else ends the run,
-and atheris leaves the input beside it. Needs `pip install atheris`.
+and atheris leaves the input beside it. `make fuzz` installs atheris; how far a run came is in reports/fuzz.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import random
+import re
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from pipeline import provenance
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -113,11 +118,8 @@ def seeds() -> Iterator[bytes]:
             yield joined([json.dumps(kept).encode(), raw[8 : 8 + size], raw[8 + size :]])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_checkpoints", description=__doc__.split("\n")[0])
-    parser.add_argument("--executions", type=int, default=100_000)
-    parser.add_argument("--seconds", type=int, default=0, help="stop after this long; 0 = never")
-    args = parser.parse_args()
+def fuzz(executions: int, seconds: int) -> None:
+    """Ends the process, as libFuzzer does."""
     import atheris
 
     with atheris.instrument_imports(include=["pipeline.checkpoint"]):
@@ -131,8 +133,8 @@ def main() -> None:
             assert execute(seed, folder), f"seed {number} must be readable"
             (corpus / str(number)).write_bytes(seed)
         limits = [
-            f"-runs={args.executions}",
-            f"-max_total_time={args.seconds}",
+            f"-runs={executions}",
+            f"-max_total_time={seconds}",
             f"-max_len={PARTS * MAX_PART_BYTES}",
             "-timeout=20",
         ]
@@ -141,5 +143,45 @@ def main() -> None:
         atheris.Fuzz()
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_checkpoints", description=__doc__.split("\n")[0])
+    parser.add_argument("--executions", type=int, default=200_000)
+    parser.add_argument("--seconds", type=int, default=0, help="stop after this long; 0 = never")
+    parser.add_argument("--out", type=Path, default=Path("reports/fuzz.json"))
+    parser.add_argument("--here", action="store_true", help="in this process, without a record")
+    args = parser.parse_args()
+    if args.here:
+        fuzz(args.executions, args.seconds)
+    command = [sys.executable, "-m", "tests.fuzz_checkpoints", "--here", *sys.argv[1:]]
+    said: list[str] = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            sys.stderr.write(line)
+            said.append(line)
+    record = found(said, running.returncode)
+    provenance.write_json(args.out, record)
+    print(json.dumps(record, indent=1))
+    return int(record["failure"] is not None)
+
+
+def found(said: list[str], code: int) -> dict[str, Any]:
+    """From libFuzzer's lines. `inputs_kept`: those that reached code which none before had; `failure`: how it ended
+    before its time, else null."""
+    counts = [match for line in said if (match := re.match(r"#(\d+)\s.* corp: (\d+)/", line))]
+    ended = [match for line in said if (match := re.match(r"Done (\d+) runs in (\d+) second", line))]
+    failure = next(
+        (line.strip() for line in reversed(said) if "ERROR" in line or "Exception" in line), f"exit code {code}"
+    )
+    return {
+        "executions": int(ended[-1][1]) if ended else int(counts[-1][1]) if counts else 0,
+        "seconds": int(ended[-1][2]) if ended else None,
+        "inputs_kept": int(counts[-1][2]) if counts else 0,
+        "formats": list(FORMATS),
+        "failure": failure if code else None,
+        "atheris": importlib.metadata.version("atheris"),
+    }
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

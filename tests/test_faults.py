@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from smoke_graph import ROOT, environment, run
 from test_safety import ordinary
 
 from pipeline import config, distill, provenance
-from pipeline.__main__ import disk_trouble, main, one_line
+from pipeline.__main__ import disk_trouble, main, one_line, system_errors
 from pipeline.checkpoint import random_llama
 from pipeline.measure import baseline
 from pipeline.measure.memory import allocation_failure
@@ -193,6 +194,29 @@ def test_weights_for_which_the_disk_is_too_small_are_one_line(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: No space left on device, for {disk}/target; free some space"), line
+
+
+def test_what_the_system_refused_to_a_library_is_an_error_of_the_system():
+    """The tokenizers library raises Exception itself."""
+    with pytest.raises(OSError) as refusal, system_errors():
+        raise Exception("No space left on device (os error 28)")
+    assert refusal.value.errno == errno.ENOSPC
+    for other in (Exception("no vocabulary"), ValueError("(os error 28)")):
+        with pytest.raises(type(other)) as same, system_errors():
+            raise other
+        assert same.value is other
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_from_any_write_on(smoke):
+    """The short form of `python -m tests.full_disk`."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler for full_disk.c")
+    command = [sys.executable, "-m", "tests.full_disk", "--graph", str(smoke[0]), "fetch@corpus", "prompts"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(ROOT), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in json.loads(done.stdout).values():
+        assert stage["wrong"] == [] and stage["writes"] == stage["refused_at"] > stage["ended_by_it"] > 3
 
 
 def test_other_words_for_a_disk_that_takes_nothing():

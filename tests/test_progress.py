@@ -3,6 +3,7 @@
 import logging
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,12 @@ def test_a_stage_that_does_not_move_says_so_once(tmp_path, monkeypatch, capsys):
 def test_a_log_that_cannot_be_written_does_not_end_the_stage(tmp_path):
     (tmp_path / "logs").write_text("a file where the folder should be")
     with progress.stage_log("report", tmp_path / "logs" / "report.log"):
+        pass
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_stage():
+    """What was buffered is tried once more when the log is closed."""
+    with progress.stage_log("report", Path("/dev/full")):
         pass
 
 
