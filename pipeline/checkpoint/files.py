@@ -101,10 +101,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
+        reader = self._reader(entry)
         try:
-            tensor: torch.Tensor = self._reader(entry).get_tensor(name).clone()  # the original is a view of the file
-        except CheckpointError:
-            raise
+            tensor: torch.Tensor = reader.get_tensor(name).clone()  # the original is a view of the mapped file
         except Exception as e:  # safetensors' own for a dtype torch has not, and whatever torch makes of it
             raise CheckpointError(f"{entry.file}: {name} cannot be read ({e}); export it again") from e
         if tensor.dtype in CHECKED and tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():

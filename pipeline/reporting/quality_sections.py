@@ -71,7 +71,7 @@ def perplexities(study: Study, evaluated: dict[str, Any]) -> str:
             ]
         )
     per_category = [f"of {c}" for c in categories]
-    headers = ["", "token ppl", *per_category, "change", "KL mean, nats", "median / p99", "agreement"]
+    headers = ["", "token ppl", *per_category, "change", "KL mean, nats", "KL median / p99, nats", "agreement"]
     return markdown.table(headers, rows)
 
 
