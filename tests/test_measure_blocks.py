@@ -40,10 +40,10 @@ class Machine:
         return self.disturbances.pop(0) if self.disturbances else QUIET
 
 
-def run(machine, arms, precise=lambda blocks: False, turns=1, **changes):
+def run(machine, arms, precise=lambda blocks: False, turns=1, probe=None, **changes):
     made = {name: machine.arm(name, seconds) for name, seconds in arms.items()}
     how = {"turns": turns, "join": sum, "timing": timing(max_load=0.5, **changes), "precise": precise}
-    return run_blocks(made, meter=machine, clock=machine.clock, **how)
+    return run_blocks(made, probe=probe, meter=machine, clock=machine.clock, **how)
 
 
 def test_order_turns_round_in_every_other_block():
@@ -93,6 +93,12 @@ def test_arms_take_turns_within_a_block():
     done = run(machine, {"a": 1, "b": 2}, turns=3, min_blocks=2, max_blocks=2, time_budget_s=100.0)
     assert machine.calls == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
     assert [b.samples for b in done.kept] == [{"a": 3, "b": 6}] * 2
+
+
+def test_the_probe_reads_before_each_turn():
+    machine = Machine()
+    done = run(machine, {"a": 1, "b": 2}, turns=2, probe=machine.clock, min_blocks=2, max_blocks=2, time_budget_s=100.0)
+    assert [b.readings for b in done.kept] == [[0.0, 3.0], [6.0, 9.0]]
 
 
 def test_short_turns_pair_what_a_drift_of_seconds_pulls_apart():

@@ -65,7 +65,7 @@ def matrix(**faults) -> Matrix:
     settings = tiny.benchmark(
         forced_new_tokens=FORCED_TOKENS, max_loop_share=0.5, max_compression_ratio=4.0, timing=tiny.timing(min_blocks=3)
     )
-    return Matrix(rows, Blocks(blocks, 3.0, None, blocks), settings, seed=1, bandwidth_bytes_per_s=1e9)
+    return Matrix(rows, Blocks(blocks, 3.0, None, blocks), settings, seed=1)
 
 
 def judged(name, text=TEXT, graded=None, **faults):

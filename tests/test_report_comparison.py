@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from comparison_fixtures import another_run, metrics_of_study, scale, simulated
+from comparison_fixtures import another_run, metrics_of_study, scale, scale_bandwidth, simulated
 from report_fixtures import PARAMS
 
 from pipeline.measure.statistics import Interval
@@ -71,6 +71,7 @@ def test_a_loss_that_may_be_noise_is_undecided(before, after):
     scale(after, ["gptq"], 0.8)
     found = compared(before, after)
     assert not found.regressions and status(found, "gptq", "speedup over base") == "UNDECIDED"
+    assert comparison_document.headline(found) == "No regression beyond the limits", "nor is that no difference"
 
 
 def test_without_a_control_no_speed_is_claimed(before, after):
@@ -82,12 +83,34 @@ def test_without_a_control_no_speed_is_claimed(before, after):
 def test_a_slower_machine_is_not_a_regression(before, after):
     """Every speed fell by a fifth, and so did the bandwidth: speedups stand still."""
     scale(after, after["arms"], 0.8, ("decode_tok_per_s",))
-    after["bandwidth_bytes_per_s"] *= 0.8
+    scale_bandwidth(after, 0.8)
+    found = compared(before, after)
+    assert {c.status for c in found.changes} == {"no difference"}
+    assert "alone: the machine as a whole may have moved" in text_of(found, before, after)
+
+
+def test_a_bandwidth_that_was_read_higher_is_not_a_loss(before, after):
+    """The speeds stand still, and with them the speedups."""
+    scale_bandwidth(after, 1.15)
+    found = compared(before, after)
+    assert {c.status for c in found.changes} == {"no difference"}
+    assert "not confirmed by the other measure" in text_of(found, before, after)
+
+
+def test_a_bandwidth_that_is_hardly_known_decides_nothing(before, after):
+    scale(after, ["gptq"], 0.8)
+    after["bandwidth_bytes_per_s_low"] *= 0.5
     found = compared(before, after)
     assert not found.regressions
-    assert status(found, "base", "decode, tok/s") == "worse"
-    assert {c.status for c in found.changes if c.metric == "decode over bandwidth"} == {"no difference"}
-    assert "the machine as a whole may have moved" in text_of(found, before, after)
+    assert {status(found, "gptq", m) for m in ("decode over bandwidth", "speedup over base")} == {"UNDECIDED"}
+
+
+def test_a_bandwidth_without_an_interval_claims_nothing(before, after):
+    """As in results of two readings, from before there was one in every turn."""
+    before = {k: v for k, v in before.items() if k not in ("bandwidth_bytes_per_s_low", "bandwidth_bytes_per_s_high")}
+    scale(after, after["arms"], 0.8, ("decode_tok_per_s",))
+    found = compared(before, after)
+    assert status(found, "base", "decode, tok/s") == "UNDECIDED" and not found.regressions
 
 
 def test_a_slower_engine_on_the_same_machine_is_a_regression_of_base(before, after):
@@ -100,20 +123,20 @@ def test_a_faster_base_makes_no_other_row_a_regression(before, after):
     scale(after, [n for n in after["arms"] if n != "base"], 1 / 1.5, ("speedup",))
     found = compared(before, after)
     assert not found.regressions and status(found, "base", "decode, tok/s") == "better"
-    assert status(found, "gptq", "speedup over base") == "worse"
+    assert status(found, "gptq", "speedup over base") == "no difference"
     assert "alone: base may have moved" in text_of(found, before, after)
 
 
 def test_a_slower_prefill_of_every_row_on_a_slower_machine_is_not_a_regression(before, after):
     scale(after, after["arms"], 1.3, ("ttft_ms",))
     assert regressed(compared(before, after)) == {("base", "ttft, ms")}
-    after["bandwidth_bytes_per_s"] /= 1.3
-    assert {c.status for c in compared(before, after).changes if c.metric == "ttft, ms"} == {"worse"}
+    scale_bandwidth(after, 1 / 1.3)
+    assert {c.status for c in compared(before, after).changes if c.metric == "ttft, ms"} == {"no difference"}
 
 
 def test_a_faster_machine_is_not_a_gain(before, after):
     scale(after, after["arms"], 1.3, ("decode_tok_per_s",))
-    after["bandwidth_bytes_per_s"] *= 1.3
+    scale_bandwidth(after, 1.3)
     assert {c.status for c in compared(before, after).changes} == {"no difference"}
 
 
@@ -249,9 +272,9 @@ def test_long_lists_of_differences_are_cut(before, after):
 
 
 def test_two_runs_of_the_same_commit_rarely_differ_and_a_real_loss_is_found(before):
-    """200 pairs of runs on days whose paces differ by 10 %: at most 5 % false alarms, a loss of 15 % found in 90 %."""
+    """200 pairs of runs on days whose paces differ by 10 %: at most 5 % false alarms, a loss of 20 % found in 95 %."""
     pairs = [(simulated(before, 2 * i), 2 * i + 1) for i in range(200)]
     alarms = sum(bool(compared(a, simulated(before, seed)).regressions) for a, seed in pairs)
     assert alarms <= 0.05 * len(pairs)
-    found = [regressed(compared(a, simulated(before, seed, slower=1 / 0.85))) for a, seed in pairs]
-    assert sum(("gptq", "speedup over base") in f for f in found) >= 0.9 * len(pairs)
+    found = [regressed(compared(a, simulated(before, seed, slower=1 / 0.8))) for a, seed in pairs]
+    assert sum(("gptq", "speedup over base") in f for f in found) >= 0.95 * len(pairs)

@@ -290,12 +290,13 @@ def test_every_speculative_row_is_graded_and_counted(found):
 
 
 def test_memory_ceilings_noise_and_interaction_are_there(found):
-    assert found["bandwidth_bytes_per_s"] > 1e8
+    bandwidth = found["bandwidth_bytes_per_s"]
+    assert 1e8 < bandwidth["low"] <= bandwidth["value"] <= bandwidth["high"]
     for arm in found["arms"].values():
         ledger = arm["memory"]
         for name in ("weight_bytes", "peak_memory_bytes", "peak_load_memory_bytes", "workspace_bytes"):
             assert ledger[name] or ledger["null_reasons"][name]
-        assert arm["ceiling_tok_per_s"] * arm["read_bytes_per_token"] == pytest.approx(found["bandwidth_bytes_per_s"])
+        assert arm["ceiling_tok_per_s"] * arm["read_bytes_per_token"] == pytest.approx(bandwidth["value"])
     floors = [found["noise_floor"], found["noise_floor_answer"], *found["noise_floor_by_category"].values()]
     for interval in (*floors, *found["interaction"].values(), *found["interaction_control"].values()):
         assert 0 < interval["low"] <= interval["value"] <= interval["high"]
@@ -306,6 +307,14 @@ def test_the_parts_of_a_round_are_timed_again_in_every_turn(study, tmp_path):
     turns = found["blocks"]["run"] * 2  # prompts of a block
     assert found["costs"]["repeats"] == tiny.speculate().cost_repeats + 1 + turns, "once more for the warm-up"
     assert found["costs"]["overhead_ms"] == max(0.0, found["costs"]["overhead_measured_ms"])
+
+
+def test_the_bandwidth_is_the_median_of_a_reading_in_every_turn(found, study):
+    rows = [json.loads(line) for line in (study / "out_matrix" / "blocks.jsonl").read_text().splitlines()]
+    readings = {r["block"]: r["bandwidth_bytes_per_s"] for r in rows if r["kept"]}
+    assert {len(own) for own in readings.values()} == {2}, "prompts of a block"
+    middle = math.exp(median(math.log(r) for own in readings.values() for r in own))
+    assert found["bandwidth_bytes_per_s"]["value"] == pytest.approx(middle)
 
 
 def test_latency_is_paired_block_by_block_as_by_hand(found, study):

@@ -92,7 +92,7 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass
 class Block:
-    """`samples`: what each arm returned, keyed by arm."""
+    """`samples`: what each arm returned, keyed by arm. `readings`: of the probe, one a turn."""
 
     index: int
     order: list[str]
@@ -100,6 +100,7 @@ class Block:
     disturbance: Disturbance
     disturbed: bool
     seconds: float
+    readings: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -131,14 +132,15 @@ def run_blocks(
     timing: Timing,
     meter: Meter,
     precise: Callable[[list[Block]], bool],
+    probe: Callable[[], float] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Blocks:
     """Run blocks until `precise` holds on `timing.min_blocks` undisturbed ones or more, or time or blocks run out.
 
     A block has `turns`, in each of which every arm runs once: `arms[name](index, turn)`; `join` makes one sample of an
-    arm's turns. The shorter a turn, the more alike is what slows two arms within it. A disturbed block does not count,
-    so that another is run for it within the budget; `timing.min_blocks` are run whatever the budget, since fewer
-    decide nothing. The first call of each arm belongs to the caller's warm-up, before this.
+    arm's turns. The shorter a turn, the more alike is what slows two arms within it; `probe` is read before each. A
+    disturbed block does not count, so that another is run for it within the budget; `timing.min_blocks` are run
+    whatever the budget, since fewer decide nothing. The first call of each arm belongs to the caller's warm-up.
     """
     done = Blocks()
     started = clock()
@@ -149,13 +151,17 @@ def run_blocks(
             meter.start()
             block_started = clock()
             parts: dict[str, list[Any]] = {name: [] for name in order}
+            readings = []
             for turn in range(turns):
+                if probe is not None:
+                    readings.append(probe())
                 for name in order_of(list(arms), index + turn):
                     parts[name].append(arms[name](index, turn))
             samples = {name: join(found) for name, found in parts.items()}
             seconds = clock() - block_started
             disturbance = meter.stop()
-            done.all.append(Block(index, order, samples, disturbance, disturbance.beyond(timing.max_load), seconds))
+            disturbed = disturbance.beyond(timing.max_load)
+            done.all.append(Block(index, order, samples, disturbance, disturbed, seconds, readings))
             done.seconds = clock() - started
             shown.update(left_s=timing.time_budget_s - done.seconds)
             quiet = done.quiet

@@ -64,7 +64,6 @@ class Matrix:
     blocks: Blocks
     settings: Benchmark
     seed: int
-    bandwidth_bytes_per_s: float
 
     def samples(self, name: str) -> list[Sample]:
         return [b.samples[name] for b in self.blocks.kept]
@@ -136,6 +135,10 @@ class Matrix:
             "decode_tok_per_s": median_interval(rates, self.seed),
         }
 
+    def bandwidth_bytes_per_s(self) -> Interval:
+        """What a sum over a large tensor read, turn by turn between the timed answers."""
+        return median_interval([r for b in self.blocks.kept for r in b.readings], self.seed)
+
     def ceiling(self, name: str) -> dict[str, float | None]:
         """Bytes that one token must read over the bandwidth of this run, and the share of it that was reached.
 
@@ -149,7 +152,7 @@ class Matrix:
         if tau is None:
             return {"read_bytes_per_token": None, "ceiling_tok_per_s": None, "ceiling_share": None}
         per_token = (target + row.draft_len * draft) / tau
-        ceiling = self.bandwidth_bytes_per_s / per_token
+        ceiling = self.bandwidth_bytes_per_s().value / per_token
         reached = self.speeds(name, NATURAL)["decode_tok_per_s"].value
         return {
             "read_bytes_per_token": per_token,

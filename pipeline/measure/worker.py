@@ -189,14 +189,16 @@ def commands_of(arm: Arm) -> dict[str, Callable[..., Any]]:
 
 
 def bandwidth(device: str, threads: int | None) -> float:
-    """In a process of its own, since the tensor that is read would count as an arm's memory."""
+    """In a process of its own, since the tensor that is read would count as an arm's memory; it is not kept."""
     import torch
 
     from pipeline.measure.costs import read_bandwidth_bytes_per_s
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return read_bandwidth_bytes_per_s(device)
+    found = read_bandwidth_bytes_per_s(device)
+    torch.cuda.empty_cache()
+    return found
 
 
 def serve(lines: Iterator[str], answers: IO[str]) -> None:

@@ -4,7 +4,7 @@ A row's decode speed is compared across two runs at different times, as it is an
 measured, so that a machine which was slower as a whole cancels out. Its speedup over `base` was formed inside the
 blocks of each run, which cancels it better, but a faster `base` lowers it too. So one fall alone is no regression:
 `base` has regressed when its speed fell both as it is and over the bandwidth, another row when it fell over the
-bandwidth and against `base`.
+bandwidth and against `base`. Nor is it a loss: of two measures of one speed the weaker claim counts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pipeline.reporting.numbers import interval_of, is_finite, over
 
 Status = Literal["REGRESSION", "NOT COMPARABLE", "UNDECIDED", "worse", "better", "no difference"]
 ORDER: tuple[Status, ...] = ("REGRESSION", "NOT COMPARABLE", "UNDECIDED", "worse", "better", "no difference")
+CLAIMS: tuple[Status, ...] = ("no difference", "UNDECIDED", "worse", "REGRESSION")  # of a loss, weakest first
 Z_95 = 1.96
 OVER_BANDWIDTH = "decode over bandwidth"
 UNCONFIRMED = "alone: the machine as a whole may have moved"
@@ -76,7 +77,7 @@ def compare(before: Summary, after: Summary, limits: Compare, log_ppl: Mapping[s
     speed = {} if same_timing else unequal(before, after, "speed")
     quality = {} if same_quality else unequal(before, after, "quality")
     floor = widest(interval_of_ends(before["noise_floor"], "ratio"), interval_of_ends(after["noise_floor"], "ratio"))
-    bandwidth = _growth(before.get("bandwidth_bytes_per_s"), after.get("bandwidth_bytes_per_s"))
+    bandwidth = _ratio(*(interval_of_ends(s, "bandwidth_bytes_per_s") for s in (before, after)))
     base_ttft = _ratio(*(interval_of_ends(s["arms"].get("base", {}), "ttft_ms") for s in (before, after)))
     changes: list[Change] = []
     for name, now in after["arms"].items():
@@ -102,11 +103,6 @@ def _same(before: Summary, after: Summary, stage: str) -> bool:
         {n: o["metrics_sha256"] for n, o in s["provenance"].items() if n.startswith(stage)} for s in (before, after)
     ]
     return bool(hashes[0]) and hashes[0] == hashes[1]
-
-
-def _growth(before: float | None, after: float | None) -> float:
-    """after / before; 1 where either is not known."""
-    return after / before if before and after else 1.0
 
 
 def unequal(before: Summary, after: Summary, part: str) -> dict[str, tuple[Any, Any]]:
@@ -142,7 +138,7 @@ def _speeds(
     now: Mapping[str, Any],
     limits: Compare,
     floor: Interval,
-    bandwidth: float,
+    bandwidth: Interval | None,
     base_ttft: Interval | None,
     unlike: bool,
     same: bool,
@@ -166,27 +162,34 @@ def _speeds(
 
     limit = limits.max_speed_loss_pct
     plain = judged("decode, tok/s", "decode_tok_per_s", decode, limit, grows=False)
-    adjusted = judged(OVER_BANDWIDTH, "decode_tok_per_s", scaled(decode, 1 / bandwidth), limit, grows=False)
+    adjusted = judged(
+        OVER_BANDWIDTH, "decode_tok_per_s", decode and bandwidth and over(decode, bandwidth), limit, grows=False
+    )
     paired = judged("speedup over base", "speedup", speedup, limit, grows=False)
-    yield from confirmed([plain, adjusted] if name == "base" else [adjusted, paired])
+    yield from confirmed(plain, adjusted) if name == "base" else confirmed(adjusted, paired)
     raw, relative = (
         judged("ttft, ms", "ttft_ms", ratio, limits.max_ttft_increase_pct, grows=True)
-        for ratio in (ttft, scaled(ttft, bandwidth) if name == "base" else ttft and base_ttft and over(ttft, base_ttft))
+        for ratio in (ttft, times(ttft, bandwidth) if name == "base" else ttft and base_ttft and over(ttft, base_ttft))
     )
-    yield confirmed([raw, relative])[0]
+    yield confirmed(raw, relative)[0]
     yield _memory(name, then, now, limits, unlike)
 
 
-def confirmed(two: list[Change]) -> list[Change]:
-    """Two measures of one speed: what only one of them shows is no regression and no gain."""
-    if len({c.status for c in two}) == 1:
-        return two
-    unsure: dict[Status, Status] = {"REGRESSION": "worse", "better": "no difference"}
-    return [replace(c, status=unsure[c.status], note=NOT_ALONE[c.metric]) if c.status in unsure else c for c in two]
+def confirmed(one: Change, other: Change) -> tuple[Change, Change]:
+    """Two measures of one speed, neither claiming more than the other does; a note says where one stands alone."""
+    return _held_to(one, other.status), _held_to(other, one.status)
 
 
-def scaled(ratio: Interval | None, factor: float) -> Interval | None:
-    return ratio and Interval(ratio.value * factor, ratio.low * factor, ratio.high * factor)
+def _held_to(change: Change, other: Status) -> Change:
+    if change.status == other or not {change.status, other} <= {*CLAIMS, "better"}:
+        return change
+    both_lost = "better" not in (change.status, other)
+    status: Status = min(change.status, other, key=CLAIMS.index) if both_lost else "no difference"
+    return change if status == change.status else replace(change, status=status, note=NOT_ALONE[change.metric])
+
+
+def times(a: Interval | None, b: Interval | None) -> Interval | None:
+    return a and b and over(a, Interval(1 / b.value, 1 / b.high, 1 / b.low))
 
 
 def graded(ratio: Interval, floor: Interval | None, limit_pct: float, good_when_greater: bool) -> Status:

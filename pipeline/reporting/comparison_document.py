@@ -135,9 +135,9 @@ def _reading(limits: Compare) -> str:
         "control of either run, whichever is wider). UNDECIDED: beyond the limit, but it may be noise; or the row is "
         "not OK.",
         "Two runs at different times compare the machine as much as the code. So a speed has changed only where two "
-        "measures of it agree: for `base` its speed as it is and **over** the read **bandwidth** of its run; "
-        "for other rows that and the **speedup over base**, formed inside each run's blocks; for **ttft** as it is and "
-        "against `base`'s.",
+        "measures of it agree, and no more than both say (a small line tells which one stands alone): for `base` its "
+        "speed as it is and **over** the read **bandwidth** of its run; for other rows that and the **speedup over "
+        "base**, formed inside each run's blocks; for **ttft** as it is and against `base`'s.",
         "**token ppl** is paired by document where the losses of both revisions are at hand; accuracies are taken as "
         "independent, which is on the wide side; peak memory has no interval.",
         f"Limits (`report.compare`): speed {limits.max_speed_loss_pct:g} %, ttft {limits.max_ttft_increase_pct:g} %, "

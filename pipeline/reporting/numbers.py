@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import Any, TypeGuard
 
 from pipeline.measure.statistics import Interval
@@ -80,6 +81,10 @@ def interval(iv: Interval | None, reason: str = "not measured", places: int | No
         return na(reason)
     shown = decimals(iv.value, 3) if places is None else places
     return f"{fixed(iv.value, shown)} ({span(iv, shown) if iv.known else 'no interval'})"
+
+
+def gigabytes_per_s(bytes_per_s: Interval | None) -> str:
+    return f"{interval(bytes_per_s and Interval(*(x / 1e9 for x in astuple(bytes_per_s))))} GB/s"
 
 
 def ratio(iv: Interval | None, reason: str = "not measured") -> str:

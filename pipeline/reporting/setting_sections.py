@@ -120,11 +120,12 @@ def prompts(study: Study) -> str:
 
 def environment(study: Study) -> str:
     machine, benchmark = study.records.environment, study.records.metrics("benchmark")
+    bandwidth = numbers.interval_of(benchmark["bandwidth_bytes_per_s"])
     rows = [
         ["processor", f"{machine['cpu']} ({', '.join(machine['cpu_features']) or 'no listed vector features'})"],
         ["cores, threads, memory", f"{machine['cores']}, {machine['threads']}, {machine['memory_gib']} GiB"],
         ["GPU and driver", "; ".join(machine["gpus"]) or "none"],
-        ["read bandwidth, measured", f"{_gigabytes(benchmark)} GB/s"],
+        ["read bandwidth, measured", numbers.gigabytes_per_s(bandwidth)],
         ["engine, as loaded: speed", engine(study.arms["base"]["readback"])],
         ["engine, as loaded: quality", engine(study.records.metrics("evaluate@base")["readback"])],
         ["system", f"{machine['system']}, Python {machine['python']}, {machine['compiler'] or 'no C++ compiler'}"],
@@ -138,11 +139,6 @@ def environment(study: Study) -> str:
 def engine(readback: dict[str, Any]) -> str:
     between = f", {readback['between_linears']} between linear layers" if "between_linears" in readback else ""
     return f"{readback['engine']}, {readback['activations_dtype']} activations{between}"
-
-
-def _gigabytes(benchmark: dict[str, Any]) -> str:
-    bandwidth = benchmark.get("bandwidth_bytes_per_s")
-    return number(bandwidth / 1e9 if numbers.is_finite(bandwidth) else None)
 
 
 def commits(study: Study) -> str:

@@ -114,12 +114,13 @@ def _category(study: Study, name: str, category: str) -> list[str]:
 
 
 def limits(study: Study) -> str:
+    bandwidth = interval_of(study.records.metrics("benchmark")["bandwidth_bytes_per_s"])
     return markdown.section(
         "What limits each row",
         "A step must read all weights and the cache, so memory bandwidth sets a **ceiling**: bandwidth "
-        f"({number(_gigabytes(study))} GB/s, measured in the same run) over the bytes to read for a token (`_spec`: of "
-        "the target once and the draft K times, for the tokens of a round). A row far below its ceiling is bound by "
-        "arithmetic or overhead, not by memory.",
+        f"({numbers.gigabytes_per_s(bandwidth)}, measured between the timed answers) over the bytes to read for a "
+        "token (`_spec`: of the target once and the draft K times, for the tokens of a round). A row far below its "
+        "ceiling is bound by arithmetic or overhead, not by memory.",
         ceilings(study),
         "Speculation is bound by other things: what a draft step costs (**c**, in steps of the target), what checking "
         "K + 1 tokens costs (**v**, in steps of one token) and how many tokens a round yields (**τ**). Predicted "
@@ -133,11 +134,6 @@ def limits(study: Study) -> str:
         interactions(study),
         batches(study),
     )
-
-
-def _gigabytes(study: Study) -> float | None:
-    bandwidth = study.records.metrics("benchmark").get("bandwidth_bytes_per_s")
-    return bandwidth / 1e9 if numbers.is_finite(bandwidth) else None
 
 
 def ceilings(study: Study) -> str:

@@ -37,7 +37,7 @@ def summarize(study: Study) -> dict[str, Any]:
             "pareto_front": list(chosen.pareto_front),
             "serve": deployment.settings(study),
         },
-        "bandwidth_bytes_per_s": benchmark.get("bandwidth_bytes_per_s"),
+        **ends("bandwidth_bytes_per_s", interval_of(benchmark["bandwidth_bytes_per_s"])),
         "noise_floor": ends("ratio", study.noise_floor),
         "interaction": {t: ends("ratio", interval_of(iv)) for t, iv in benchmark["interaction"].items()},
         "conditions": conditions(study),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from pipeline.measure.setup import (
     refuse_beyond_context,
     refuse_unfit_draft,
 )
-from pipeline.measure.statistics import median, precise_enough
+from pipeline.measure.statistics import precise_enough
 from pipeline.measure.verdict import LogitGaps
 from pipeline.measure.worker import Worker, Workers
 
@@ -146,12 +147,11 @@ class Driver:
     def measure(self, tokenizer: Path, out: Path) -> dict[str, Any]:
         if not self.resident:
             print(f"benchmark: {self.fit}", file=sys.stderr)
-        with Workers(self.resident, self.warm_up) as workers:
+        reader = Worker("bandwidth", None)
+        with contextlib.closing(reader), Workers(self.resident, self.warm_up) as workers:
             self.load(workers)
-            before = self.bandwidth()
-            blocks = self.run_blocks(workers)
-            bandwidth = median([before, self.bandwidth()])
-            matrix = Matrix(self.rows, blocks, self.settings, self.runtime.seed, bandwidth)
+            blocks = self.run_blocks(workers, reader)
+            matrix = Matrix(self.rows, blocks, self.settings, self.runtime.seed)
             with provenance.whole_folder(out) as folder:
                 provenance.write_text(folder / "blocks.jsonl", lines_of(blocks))
             return self.metrics(matrix, workers, decoder_of(tokenizer))
@@ -180,18 +180,18 @@ class Driver:
         """Once with the shapes to come; not timed."""
         self.answers(name, worker, self.prompts.all[0])
 
-    def bandwidth(self) -> float:
-        worker = Worker("bandwidth", None)
-        try:
-            found = worker.call("bandwidth", device=self.runtime.device, threads=self.runtime.threads)
-        finally:
-            worker.close()
-        return float(found)
-
-    def run_blocks(self, workers: Workers) -> Blocks:
+    def run_blocks(self, workers: Workers, reader: Worker) -> Blocks:
+        """`reader` measures the memory's bandwidth once a turn; its first reading, like an arm's, does not count."""
         per_category = self.settings.timing.block_prompts_per_category
         cuda = self.runtime.device.startswith("cuda")
 
+        def pids() -> list[int]:
+            return [*workers.pids(), reader.process.pid]
+
+        def bandwidth() -> float:
+            return float(reader.call("bandwidth", device=self.runtime.device, threads=self.runtime.threads))
+
+        bandwidth()
         # an arm that is loaded anew for each of its turns has all its prompts in one
         turns = len(self.prompts.block(0, per_category)) if self.resident else 1
 
@@ -210,7 +210,8 @@ class Driver:
             turns=turns,
             join=joined,
             timing=self.settings.timing,
-            meter=ProcessMeter(workers.pids, lambda: nvidia_state(workers.pids()) if cuda else None),
+            meter=ProcessMeter(pids, lambda: nvidia_state(pids()) if cuda else None),
+            probe=bandwidth,
             precise=lambda found: precise_enough(
                 ratios_to_base([b.samples for b in found], self.runtime.seed), self.settings.timing.precision
             ),
@@ -238,7 +239,7 @@ class Driver:
             {
                 "protocols": PROTOCOLS,
                 "prompts": {"count": len(self.prompts.all), "sha256": self.prompts.sha256},
-                "bandwidth_bytes_per_s": matrix.bandwidth_bytes_per_s,
+                "bandwidth_bytes_per_s": matrix.bandwidth_bytes_per_s(),
                 "arms": arms,
                 "answer_tokens": self.settings.max_new_tokens,
                 "noise_floor": matrix.noise_floor(None),
@@ -277,7 +278,7 @@ def lines_of(blocks: Blocks) -> str:
     lines = []
     for i, block in enumerate(blocks.all):
         about = {"block": i, "kept": any(block is k for k in blocks.kept), "disturbed": block.disturbed}
-        about |= asdict(block.disturbance)
+        about |= asdict(block.disturbance) | {"bandwidth_bytes_per_s": block.readings}
         for arm in block.order:
             for protocol, answers in block.samples[arm].answers.items():
                 lines += [{**about, "arm": arm, "protocol": protocol, **a.row(), "ids": a.ids} for a in answers]
