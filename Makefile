@@ -72,7 +72,7 @@ compare: setup ## these results against another commit's, exit 1 on a regression
 	@python -m pipeline.compare --base "$(BASE)"
 
 # jobs share this machine's cores: one after the other; the workspace's own results are points as well
-GRIDS := 'quantize.gptq.group_size=16,32' 'quantize.gptq.bits=3,8' \
+GRIDS := 'quantize.gptq.group_size=16,32' 'quantize.awq.group_size=16,32' 'quantize.gptq.bits=3,8' \
 	'quantize.gptq.true_sequential=false quantize.gptq.backend=auto_gptq,llmcompressor' \
 	'quantize.awq.backend=llmcompressor'
 sweep: setup ## quality against size over settings, into the report: make sweep [GRID='quantize.gptq.bits=3,4']
