@@ -87,26 +87,28 @@ def run_stage(stage: str, key: str | None, paths: dict[str, Path], params: confi
     refuse_unusable(stage, paths, metrics_path)
     inputs = hashes({n: p for n, p in paths.items() if not n.startswith("out")})
     started = time.monotonic()
-    with system_errors():
-        metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
-    plain_sections = provenance.finite(chosen)
-    record = {
-        "stage": stage,
-        "key": key,
-        "metrics": metrics,
-        "cost": {"wall_s": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()},
-        "provenance": {
-            "git": provenance.git_revision(Path.cwd()),
-            "inputs": inputs,
-            "outputs": hashes({n: p for n, p in paths.items() if n.startswith("out")}) if metrics_path else {},
-            "sections": plain_sections,
-            "sections_sha256": provenance.json_sha256(plain_sections),
-            "device": provenance.device(),
-            "versions": provenance.versions(),
-        },
-    }
-    if metrics_path is not None:
-        provenance.write_json(metrics_path, record)
+    outs = {n: p for n, p in paths.items() if n.startswith("out")}
+    with provenance.together([*outs.values(), *([metrics_path] if metrics_path else [])]):
+        with system_errors():
+            metrics = run(**chosen, **paths, **({"key": key} if takes_key else {}))
+        plain_sections = provenance.finite(chosen)
+        record = {
+            "stage": stage,
+            "key": key,
+            "metrics": metrics,
+            "cost": {"wall_s": time.monotonic() - started, "peak_memory_bytes": peak_memory_bytes()},
+            "provenance": {
+                "git": provenance.git_revision(Path.cwd()),
+                "inputs": inputs,
+                "outputs": hashes({n: provenance.written(p) for n, p in outs.items()}) if metrics_path else {},
+                "sections": plain_sections,
+                "sections_sha256": provenance.json_sha256(plain_sections),
+                "device": provenance.device(),
+                "versions": provenance.versions(),
+            },
+        }
+        if metrics_path is not None:
+            provenance.write_json(metrics_path, record)
     return record
 
 

@@ -14,7 +14,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,10 @@ def write_text(path: Path, text: str) -> None:
             f.write(text)
             f.flush()
             os.fsync(f.fileno())
-        partial.replace(path)
+        _place(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        if written(path) != partial:
+            partial.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:
@@ -154,22 +155,68 @@ def whole_folder(out: Path) -> Iterator[Path]:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(out)
-    old = partial.with_suffix(".old.partial")
     partial.mkdir()
     try:
         yield partial
+        _place(partial, out)
+    finally:
+        if written(out) != partial:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+_held: dict[Path, Path | None] = {}
+
+
+@contextlib.contextmanager
+def together(paths: Iterable[Path]) -> Iterator[None]:
+    """Of what is written to these files and folders inside the block, all takes its place at the end, or nothing.
+
+    A disk that fills up before the last of them is written leaves the old ones, which belong together. Until the end
+    `written` says where the new ones are.
+    """
+    _held.update(dict.fromkeys(paths))
+    try:
+        yield
+        for path, partial in _held.items():
+            if partial is not None:
+                _put(partial, path)
+    finally:
+        left = [partial for partial in _held.values() if partial is not None]
+        _held.clear()
+        for partial in left:
+            shutil.rmtree(partial, ignore_errors=True) if partial.is_dir() else partial.unlink(missing_ok=True)
+
+
+def written(path: Path) -> Path:
+    """Where the newest content of `path` is: in a block of `together`, not yet in its place."""
+    return _held.get(path) or path
+
+
+def _place(partial: Path, path: Path) -> None:
+    if path in _held:
+        _held[path] = partial
+    else:
+        _put(partial, path)
+
+
+def _put(partial: Path, path: Path) -> None:
+    """A file or a folder in the place of the old one."""
+    if not partial.is_dir():
+        partial.replace(path)
+        return
+    old = partial.with_suffix(".old.partial")
+    try:
         while partial.exists():
             shutil.rmtree(old, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):
-                out.replace(old)  # renamed, not removed: the moment without any is as short as can be
+                path.replace(old)  # renamed, not removed: the moment without any is as short as can be
             try:
-                partial.replace(out)
+                partial.replace(path)
             except OSError as e:
                 if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise  # otherwise another process has put its own there meanwhile
     finally:
-        if old.exists() and not out.exists():
+        if old.exists() and not path.exists():
             with contextlib.suppress(OSError):
-                old.replace(out)  # ended between the two renames
-        for left in (partial, old):
-            shutil.rmtree(left, ignore_errors=True)
+                old.replace(path)  # ended between the two renames
+        shutil.rmtree(old, ignore_errors=True)

@@ -107,8 +107,9 @@ def locked(uri: str, root: Path) -> Iterator[None]:
 def connect(uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
-    for name in ("alembic", "mlflow.store.db.utils"):  # a line a migration on every new store
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # a line a migration on every new store
+    for name in ("mlflow.store.db.utils", "sqlalchemy.pool"):  # tracebacks of errors that `log` tells in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     return MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 

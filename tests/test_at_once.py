@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -83,6 +84,54 @@ def test_a_folder_is_whole_when_the_last_step_is_interrupted(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt), provenance.whole_folder(out) as folder:
         (folder / "a").write_text("new")
     assert (out / "a").read_text() == "old" and list(tmp_path.iterdir()) == [out]
+
+
+def test_what_a_stage_writes_takes_its_places_together_or_not_at_all(tmp_path, monkeypatch):
+    """A folder, a file and the record of a stage; the disk is full for the record, or for the file before it."""
+    import pipeline.stages.prompts as stage
+    from pipeline import __main__ as cli
+
+    monkeypatch.chdir(tmp_path)
+    out, text, record = Path("out"), Path("text"), Path("metrics/record.json")
+    paths = {"out": out, "out_text": text, "metrics": record}
+
+    def run(name, *, out, out_text):
+        with provenance.whole_folder(out) as folder:
+            (folder / "a").write_text(what)
+        provenance.write_text(out_text, what)
+        seen.append([p.read_text() for p in (out / "a", out_text) if p.exists()])
+        return {"hash": provenance.file_sha256(provenance.written(out_text))}
+
+    def results():
+        return (out / "a").read_text(), text.read_text(), json.loads(record.read_text())["metrics"]["hash"]
+
+    seen = []
+    monkeypatch.setattr(stage, "run", run)
+    monkeypatch.setattr(cli, "arguments_of", lambda run: (["name"], {"out": True, "out_text": True}, False))
+    monkeypatch.setattr(cli, "select_sections", lambda *_: {"name": "made up"})
+    what = "old"
+    cli.run_stage("prompts", None, dict(paths), None)
+    old = results()
+    assert old[:2] == ("old", "old") and seen == [[]], "nothing was there before the end"
+    fsync, what = os.fsync, "new"
+    for refused in (1, 2):
+        writes = iter(range(1, 9))
+
+        def full(descriptor, writes=writes, refused=refused):
+            if next(writes) == refused:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            cli.run_stage("prompts", None, dict(paths), None)
+        assert results() == old
+    monkeypatch.setattr(os, "fsync", fsync)
+    found = cli.run_stage("prompts", None, dict(paths), None)
+    assert results() == ("new", "new", found["metrics"]["hash"]) and results() != old
+    hashes = {"out": provenance.tree_sha256(out), "out_text": provenance.file_sha256(text)}
+    assert found["provenance"]["outputs"] == hashes
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "metrics", "out", "record.json", "text"]
 
 
 def test_a_scratch_folder_that_is_held_names_its_holder(tmp_path):

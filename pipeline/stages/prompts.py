@@ -110,7 +110,7 @@ def run(prompts: Prompts, runtime: Runtime, *, corpus: Path, target: Path, out: 
     provenance.write_text(out, "".join(json.dumps(r) + "\n" for r in rows))
     return {
         "count": len(rows),
-        "sha256": provenance.file_sha256(out),
+        "sha256": provenance.file_sha256(provenance.written(out)),
         "chat_template": prompts.chat_template,
         "bos": bool(asker.lead),
         "too_long": too_long,
