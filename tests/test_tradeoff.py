@@ -9,6 +9,7 @@ import pytest
 from report_fixtures import PARAMS, sections_of, study, write_study
 
 from pipeline import provenance, tradeoff
+from pipeline.measure.statistics import Interval
 from pipeline.reporting import records, tradeoff_section
 from pipeline.reporting.study import Study
 from pipeline.reporting.tradeoff_section import METHODS, Point
@@ -82,6 +83,31 @@ def test_points_of_another_model_or_text_are_counted_and_left_out(tmp_path):
     text = section(tmp_path, *strangers)
     assert "4 of the sweep's copies belong to another model" in text and "|" not in text
     assert "Only the copies in the matrix" in section(tmp_path, gptq, awq)
+
+
+def test_a_setting_within_the_limit_is_named_where_the_matrix_has_none(tmp_path):
+    gptq, awq = points()
+    own = [100 * math.expm1(p.delta_log_ppl.value) for p in (gptq, awq)]
+    better, good = (dataclasses.replace(awq, delta_log_ppl=Interval(v, v - 0.001, v + 0.001)) for v in (0.0, 0.001))
+    swept = [
+        other(better, size=3 * 2**20, group_size=16, calibration_rows=None),
+        other(good, size=2 * 2**20, group_size=32, backend="llmcompressor"),
+        other(gptq, size=2**20, group_size=128),
+    ]
+
+    def named(limit, *swept):
+        params = dataclasses.replace(PARAMS, report=dataclasses.replace(PARAMS.report, max_ppl_increase_pct=limit))
+        sections = sections_of(params)
+        found = records.load(*write_study(tmp_path, params), sections)
+        return tradeoff_section.within_reach(Study.gather(sections, found, "figures", swept))
+
+    text = named(min(own) / 2, *swept)
+    assert "awq at +0.1 % (+0.0 to +0.2), 2.00 MiB" in text.replace("\u00a0", " "), "the smallest that meets it"
+    assert "`dvc exp run -S quantize.awq.backend=llmcompressor -S quantize.awq.group_size=32`" in text
+    assert named(min(own) / 2, swept[-1]) is None, "none meets it"
+    assert named(min(own) + 0.1, *swept) is None, "a row of the matrix does"
+    assert named(None, *swept) is None, "no limit"
+    assert "-S quantize.awq.calibration_rows=null -S quantize.awq.group_size=16" in named(min(own) / 2, swept[0])
 
 
 def lay_out(folder, key="gptq", **settings):

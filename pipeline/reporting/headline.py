@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.measure.statistics import differs_from_one
-from pipeline.reporting import markdown, numbers
+from pipeline.reporting import markdown, numbers, tradeoff_section
 from pipeline.reporting.numbers import fixed, interval, na, number, ratio, share, signed_interval, stacked
 from pipeline.reporting.rows import Row
 from pipeline.reporting.study import Study
@@ -99,6 +99,8 @@ def context(study: Study) -> str:
         lines.append(f"Why: {'; '.join(study.recommendation.reasons)}.")
     if name := study.recommendation.alternative:
         lines.append(f"Strongest alternative: `{name}`: {study.recommendation.alternative_reason}.")
+    if other := tradeoff_section.within_reach(study):
+        lines.append(other)
     lines.append(noise(study))
     return "About the verdict:\n\n" + markdown.bullets(lines)
 

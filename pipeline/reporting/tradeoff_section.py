@@ -98,11 +98,37 @@ def read(path: Path) -> tuple[Point, ...]:
         ) from e
 
 
-def tradeoff(study: Study) -> str:
+def points(study: Study) -> tuple[list[Point], list[Point], int]:
+    """The copies in the matrix, those of the sweep that stand beside them, and how many do not."""
     own = [Point.of(*(study.records.by_name[f"{stage}@{m}"] for stage in ("quantize", "evaluate"))) for m in METHODS]
     swept = [p for p in study.sweep if p not in own]
     fitting = [p for p in swept if p.same_quality_scale(own[0])]
-    left_out = len(swept) - len(fitting)
+    return own, fitting, len(swept) - len(fitting)
+
+
+def within_reach(study: Study) -> str | None:
+    """The smallest copy of the sweep that meets the limit of perplexity where the matrix has none that does."""
+    limit = study.config.report.max_ppl_increase_pct
+    own, fitting, _ = points(study)
+    meets = lambda p: limit is not None and _pct(p).value <= limit  # noqa: E731
+    found = min(filter(meets, fitting), key=lambda p: p.weight_bytes, default=None)
+    if found is None or any(map(meets, own)):
+        return None
+    mine = next(p.settings for p in own if p.method == found.method)
+    other = {k: "null" if v is None else v for k, v in found.settings.items() if mine.get(k) != v}
+    how = " ".join(f"-S quantize.{found.method}.{name}={value}" for name, value in sorted(other.items()))
+    return (
+        f"Within the limit of perplexity, among other settings: {found.method} at {signed_interval(_pct(found), '%')}, "
+        f"{numbers.size(found.weight_bytes)}; `dvc exp run {how}` measures what else it is worth."
+    )
+
+
+def _pct(point: Point) -> Interval:
+    return change_pct(point.delta_log_ppl)
+
+
+def tradeoff(study: Study) -> str:
+    own, fitting, left_out = points(study)
     note = (
         f"{left_out} of the sweep's copies belong to another model, text or evaluation and are left out; `make sweep` "
         f"makes them anew."
@@ -124,7 +150,7 @@ def table(points: Sequence[Point]) -> str:
             p.backend,
             *("all" if p.settings[name] is None else str(p.settings[name]) for name in settings),
             numbers.size(p.weight_bytes),
-            signed_interval(change_pct(p.delta_log_ppl), "%"),
+            signed_interval(_pct(p), "%"),
             fixed(p.kl_nats_mean, 3),
             share(p.top1_agreement, places=1),
         ]
@@ -152,7 +178,7 @@ def libraries(points: Sequence[Point]) -> str:
         [
             f"{a.method}, groups of {a.settings['group_size']}",
             f"{a.backend} / {b.backend}",
-            " / ".join(signed_interval(change_pct(p.delta_log_ppl), "%") for p in (a, b)),
+            " / ".join(signed_interval(_pct(p), "%") for p in (a, b)),
             f"{fixed(a.kl_nats_mean, 3)} / {fixed(b.kl_nats_mean, 3)}",
             fixed(a.kl_nats_mean / b.kl_nats_mean, 2, "the second is 0") if b.kl_nats_mean else numbers.na("KL of 0"),
         ]
