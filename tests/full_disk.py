@@ -141,6 +141,8 @@ def main() -> int:
         library, folder = Path(place) / "full_disk.so", Path(place).resolve() / "disk"
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
         shutil.copytree(args.graph, folder, symlinks=True, ignore=shutil.ignore_patterns("cache", "tmp"))
+        shutil.rmtree(folder / "pipeline")  # the code is that of this tree, whatever made the graph
+        (folder / "pipeline").symlink_to(ROOT / "pipeline")
         environment = scratch.environment(ROOT, folder) | {"LD_PRELOAD": str(library), "DISK": str(folder)}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "tests.full_disk", *args.stages, "--points", str(args.points)]
