@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export MLFLOW_DISABLE_TELEMETRY := true
 export DVC_NO_ANALYTICS := true
 
-.PHONY: bench bench-peers sweep verify torture fuzz help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
+.PHONY: bench bench-peers sweep verify torture full-disk fuzz help setup setup-quantizers params repro test test-fast smoke report ui plan compare lint clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -86,6 +86,9 @@ verify: setup ## an experiment twice in clean folders, compared: make verify [EX
 
 torture: setup ## the smoke graph killed KILLS times at random moments, into reports/torture.json
 	python -m tests.torture --kills $(or $(KILLS),50)
+
+full-disk: smoke ## every stage of the smoke graph on a disk that is full from any of its writes on
+	python -m tests.full_disk
 
 fuzz: setup ## damaged checkpoints by the thousand through the readers, into reports/fuzz.json
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'

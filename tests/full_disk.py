@@ -1,4 +1,4 @@
-"""`python -m tests.full_disk STAGE ...`: stages of a finished smoke graph, the disk full from the n-th write on.
+"""`python -m tests.full_disk [STAGE ...]`: stages of a finished smoke graph, the disk full from the n-th write on.
 
 A stage runs again over its own results, for every n up to the writes that it makes (POINTS of them, spread, where there
 are more). What it writes is counted and refused by full_disk.c, which is loaded before all libraries, so native code is
@@ -129,9 +129,10 @@ def main() -> int:
     parser.add_argument("stages", nargs="*", help="as in dvc.yaml; all of them where none is named")
     parser.add_argument("--graph", type=Path, default=Path("artifacts/smoke"), help="a finished one, which is copied")
     parser.add_argument("--points", type=int, default=POINTS)
+    parser.add_argument("--cold", action="store_true", help="import nothing beforehand: for stages that import little")
     args = parser.parse_args()
     if "DISK" in os.environ:  # the second time, with full_disk.c loaded
-        for name in HEAVY:
+        for name in () if args.cold else HEAVY:
             __import__(name)
         own = commands(Path.cwd())
         record = {stage: fill(stage, own[stage], args.points) for stage in args.stages or own}
@@ -146,6 +147,7 @@ def main() -> int:
         environment = scratch.environment(ROOT, folder) | {"LD_PRELOAD": str(library), "DISK": str(folder)}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "tests.full_disk", *args.stages, "--points", str(args.points)]
+        command += ["--cold"] * args.cold
         return subprocess.run(command, cwd=folder, env=environment).returncode
 
 

@@ -25,7 +25,7 @@ SPANS = {("calibrate", "dvc"): 1.0, ("calibrate", "stage"): 1.0, (torture.BETWEE
 
 @pytest.mark.slow
 def test_the_first_stages_survive_kills(tmp_path):
-    found = torture.torture(tmp_path, kills=4, seed=3, targets=("calibrate", "prompts"))
+    found = torture.torture(tmp_path, kills=4, seed=3, targets=("fetch@target", "fetch@corpus"))
     assert found["not_survived"] == []
     assert found["kills"] == found["survived"] == 4
     assert found["results_equal_undisturbed"] and found["completed_graphs"] >= 1

@@ -180,11 +180,11 @@ def log_one(root, i):
 
 
 @pytest.mark.slow
-def test_eight_processes_on_one_fresh_store(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(8) as pool:
-        found = pool.starmap(log_one, [(tmp_path, i) for i in range(8)])
-    assert [f["status"] for f in found] == ["logged"] * 8, found
-    assert set(runs(tmp_path, "crowd")) == {f"{kind} {i}" for kind in ("study", "arm") for i in range(8)}
+def test_three_processes_on_one_fresh_store(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        found = pool.starmap(log_one, [(tmp_path, i) for i in range(3)])
+    assert [f["status"] for f in found] == ["logged"] * 3, found
+    assert set(runs(tmp_path, "crowd")) == {f"{kind} {i}" for kind in ("study", "arm") for i in range(3)}
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
 
