@@ -321,7 +321,9 @@ def build(cls: Any, value: Any, path: str = "") -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise _wrong_type(path, value, "a mapping")
-        return {build(args[0], k, f"{path}: its key"): build(args[1], v, f"{path}.{k}") for k, v in value.items()}
+        return {
+            build(args[0], k, f"{path}: its key"): build(args[1], v, f"{path}.{_in_line(k)}") for k, v in value.items()
+        }
     if dataclasses.is_dataclass(cls):
         return _build_section(cls, value, path)
     if cls is float and isinstance(value, int) and not isinstance(value, bool):
@@ -356,6 +358,11 @@ def refuse_secret(path: str, value: str) -> None:
             )
 
 
+def _in_line(key: Any) -> str:
+    """A key as it is, or quoted where it is long or would break the line."""
+    return str(key) if str(key).isprintable() and len(str(key)) <= 60 else shown(key)
+
+
 def _wrong_type(path: str, value: Any, due: str) -> ConfigError:
     found = type(value).__name__
     return ConfigError(f"{path}: {shown(value)} is {found}, but {due} is due; set it in conf/ or with -S {path}=...")
@@ -376,7 +383,7 @@ def _build_section(cls: Any, value: Any, path: str) -> Any:
     for unknown in [k for k in value if k not in hints]:
         near = difflib.get_close_matches(str(unknown), hints, n=1)
         known = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(hints)}"
-        raise ConfigError(f"{dot}{unknown}: unknown key; {known}")
+        raise ConfigError(f"{dot}{_in_line(unknown)}: unknown key; {known}")
     for missing in [k for k in hints if k not in value]:
         raise ConfigError(f"{dot}{missing}: missing; add it to conf/ and run `make params`")
     made = cls(**{k: build(hint, value[k], f"{dot}{k}") for k, hint in hints.items()})

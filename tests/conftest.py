@@ -13,6 +13,11 @@ os.environ.setdefault("KERNELS_DIR", str(Path(__file__).parents[1] / "artifacts/
 
 import pytest
 import yaml
+from hypothesis import settings
+
+# The same examples in every run; `--hypothesis-profile default` looks for new ones.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("same")
 
 WHOLE_GRAPH = ("test_pipeline.py", "test_faults.py")  # files whose tests share the fixture `smoke`
 QUANTIZERS = Path(__file__).parents[1] / "envs/quantizers/.venv/bin/python"

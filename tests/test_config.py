@@ -74,10 +74,12 @@ BAD = [
     ("report.objective", "cost", "not one of latency, throughput, memory"),
     ("benchmark", [], "a mapping with the keys of Benchmark is due"),
     ("trak", {}, "unknown key; did you mean track?"),
+    ("benchmark", {"\n": None}, r"benchmark.'\n': unknown key"),
+    ("quantize", {"a\nb": 1}, r"quantize.'a\nb': 1 is int"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key,value,message", BAD, ids=[f"{k}={v}" for k, v, _ in BAD])
+@pytest.mark.parametrize("key,value,message", BAD, ids=[f"{k}={v!r}" for k, v, _ in BAD])
 def test_bad_value(key, value, message):
     with pytest.raises(config.ConfigError) as e:
         config.check(config.build(config.Params, with_value(key, value)))
