@@ -38,7 +38,7 @@ ARTIFACTS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One thing compared: `same` is None where it could not be (a row without an interval).
+    """One thing compared: `same` is None where it could not be (no interval, another draft length).
 
     `slower`: index of the run that was, where speeds differ beyond their intervals.
     """
@@ -116,6 +116,9 @@ def compare(first: Path, second: Path) -> list[Row]:
 
 
 def _speed(name: str, one: dict[str, Any], two: dict[str, Any]) -> Row:
+    if one["draft_len"] != two["draft_len"]:
+        chosen = f"K = {one['draft_len']} and {two['draft_len']}: each run's own timings choose it"
+        return Row(f"speed of {name}", "within intervals", None, chosen)
     intervals = []
     for arm in (one, two):
         ends = [float(e) for end in ("", "_low", "_high") if (e := arm.get(f"decode_tok_per_s{end}")) is not None]

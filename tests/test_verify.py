@@ -32,7 +32,7 @@ def folders(tmp_path):
         metrics = {"token_ppl": {"value": 17.5}, "tasks": {"last_word": {"acc": 0.3}}, "against_base": {"kl": 0.1}}
         provenance.write_json(first / f"artifacts/metrics/evaluate@{key}.json", {"metrics": metrics})
     arms = {
-        name: {"decode_tok_per_s": 50.0, "decode_tok_per_s_low": 48.0, "decode_tok_per_s_high": 52.0}
+        name: {"decode_tok_per_s": 50.0, "decode_tok_per_s_low": 48.0, "decode_tok_per_s_high": 52.0, "draft_len": 0}
         for name in ("base", "gptq")
     }
     provenance.write_json(first / "reports/metrics.json", {"name": "tiny", "arms": arms})
@@ -113,6 +113,13 @@ def test_speeds_differ_beyond_their_intervals_only(folders):
     change(metrics, lambda m: m["arms"]["base"].update(decode_tok_per_s_low=None))
     assert "Speeds within their intervals: **1 of 2** (1 not compared)." in document(folders)
     assert {r.name: r.same for r in verify.compare(*folders)}["speed of base"] is None
+
+
+def test_speeds_at_other_draft_lengths_are_not_compared(folders):
+    """Which is best is a matter of timing, so two runs may choose differently."""
+    change(folders[1] / "reports/metrics.json", lambda m: m["arms"]["gptq"].update(draft_len=2, decode_tok_per_s=70.0))
+    assert "| speed of gptq" in (text := document(folders)) and "K = 0 and 2: each run's own timings choose it" in text
+    assert "Speeds within their intervals: **1 of 2** (1 not compared)." in text
 
 
 def slow(folder, name, value):
