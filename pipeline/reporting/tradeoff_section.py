@@ -119,7 +119,7 @@ def within_reach(study: Study) -> str | None:
     how = " ".join(f"-S quantize.{found.method}.{name}={value}" for name, value in sorted(other.items()))
     return (
         f"Within the limit of perplexity, among other settings: {found.method} at {signed_interval(_pct(found), '%')}, "
-        f"{numbers.size(found.weight_bytes)}; `dvc exp run {how}` measures what else it is worth."
+        f"{numbers.size(found.weight_bytes)} as stored; `dvc exp run {how}` measures what else it is worth."
     )
 
 
