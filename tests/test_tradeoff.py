@@ -101,8 +101,8 @@ def test_a_setting_within_the_limit_is_named_where_the_matrix_has_none(tmp_path)
         found = records.load(*write_study(tmp_path, params), sections)
         return tradeoff_section.within_reach(Study.gather(sections, found, "figures", swept))
 
-    text = named(min(own) / 2, *swept)
-    assert "awq at +0.1 % (+0.0 to +0.2), 2.00 MiB as stored" in text.replace("\u00a0", " "), "the smallest that meets it"
+    text = named(min(own) / 2, *swept).replace("\u00a0", " ")
+    assert "awq at +0.1 % (+0.0 to +0.2), 2.00 MiB as stored" in text, "the smallest that meets it"
     assert "`dvc exp run -S quantize.awq.backend=llmcompressor -S quantize.awq.group_size=32`" in text
     assert named(min(own) / 2, swept[-1]) is None, "none meets it"
     assert named(min(own) + 0.1, *swept) is None, "a row of the matrix does"
