@@ -78,6 +78,10 @@ class Point:
     def backend(self) -> str:
         return str(self.settings["backend"])
 
+    @property
+    def ppl_increase_pct(self) -> Interval:
+        return change_pct(self.delta_log_ppl)
+
     def same_but_backend(self, other: Point) -> bool:
         """Whether the library is all that differs: the settings, the rows and the texts are the same."""
         mine, theirs = ({**p.settings, "backend": None} for p in (self, other))
@@ -110,7 +114,7 @@ def within_reach(study: Study) -> str | None:
     """The smallest copy of the sweep that meets the limit of perplexity where the matrix has none that does."""
     limit = study.config.report.max_ppl_increase_pct
     own, fitting, _ = points(study)
-    meets = lambda p: limit is not None and _pct(p).value <= limit  # noqa: E731
+    meets = lambda p: limit is not None and p.ppl_increase_pct.value <= limit  # noqa: E731
     found = min(filter(meets, fitting), key=lambda p: p.weight_bytes, default=None)
     if found is None or any(map(meets, own)):
         return None
@@ -118,13 +122,10 @@ def within_reach(study: Study) -> str | None:
     other = {k: "null" if v is None else v for k, v in found.settings.items() if mine.get(k) != v}
     how = " ".join(f"-S quantize.{found.method}.{name}={value}" for name, value in sorted(other.items()))
     return (
-        f"Within the limit of perplexity, among other settings: {found.method} at {signed_interval(_pct(found), '%')}, "
-        f"{numbers.size(found.weight_bytes)} as stored; `dvc exp run {how}` measures what else it is worth."
+        f"Within the limit of perplexity, among other settings: {found.method} at "
+        f"{signed_interval(found.ppl_increase_pct, '%')}, {numbers.size(found.weight_bytes)} as stored; `dvc exp run "
+        f"{how}` measures what else it is worth."
     )
-
-
-def _pct(point: Point) -> Interval:
-    return change_pct(point.delta_log_ppl)
 
 
 def tradeoff(study: Study) -> str:
@@ -150,7 +151,7 @@ def table(points: Sequence[Point]) -> str:
             p.backend,
             *("all" if p.settings[name] is None else str(p.settings[name]) for name in settings),
             numbers.size(p.weight_bytes),
-            signed_interval(_pct(p), "%"),
+            signed_interval(p.ppl_increase_pct, "%"),
             fixed(p.kl_nats_mean, 3),
             share(p.top1_agreement, places=1),
         ]
@@ -178,7 +179,7 @@ def libraries(points: Sequence[Point]) -> str:
         [
             f"{a.method}, groups of {a.settings['group_size']}",
             f"{a.backend} / {b.backend}",
-            " / ".join(signed_interval(_pct(p), "%") for p in (a, b)),
+            " / ".join(signed_interval(p.ppl_increase_pct, "%") for p in (a, b)),
             f"{fixed(a.kl_nats_mean, 3)} / {fixed(b.kl_nats_mean, 3)}",
             fixed(a.kl_nats_mean / b.kl_nats_mean, 2, "the second is 0") if b.kl_nats_mean else numbers.na("KL of 0"),
         ]
