@@ -24,10 +24,12 @@ from pipeline import provenance
 from pipeline.engine.batch import generate_batch
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.lean import LeanDecoder
+from pipeline.engine.replay import kept_from_hits, replay
 from pipeline.measure.blocks import order_of
 from pipeline.measure.costs import read_bandwidth_bytes_per_s
 from pipeline.measure.memory import read_bytes_per_step
 from pipeline.measure.setup import prompt_rows
+from pipeline.measure.speculation import Costs
 from pipeline.measure.statistics import Interval, Total, block_ratios, median, median_interval, paired_ratio
 
 ARTIFACTS, REPORTS = Path("artifacts"), Path("reports/bench")
@@ -101,10 +103,11 @@ class Study:
         self.blocks, self.tokens, self.per_block = blocks, tokens, prompts
         rows = prompt_rows(ARTIFACTS / "prompts.jsonl")
         self.prompts = [r["input_ids"] for r in rows if r["split"] == "evaluation" and r["category"] == "code"]
-        self.draft_lens = {key: best_draft_len(key, "code") for key in ("base", "awq")}
         self.target, self.int4 = load(ARTIFACTS / "target"), load(ARTIFACTS / "quantized/awq")
         vocab = ARTIFACTS / "draft/draft_vocab.json"
         self.draft = load(ARTIFACTS / "quantized/draft", vocab=vocab)
+        targets = {"base": self.target, "awq": self.int4}
+        self.draft_lens = {key: self._best_draft_len(key, target) for key, target in targets.items()}
         self.theirs, self.their_draft = (Transformers.load(ARTIFACTS / n) for n in ("target", "draft"))
         self.arms: dict[str, Any] = {
             "transformers": Transformers(self.theirs),
@@ -128,10 +131,7 @@ class Study:
 
     def measure(self) -> list[dict[str, Any]]:
         """One record a row of BOUNDS."""
-        bandwidth = [read_bandwidth_bytes_per_s("cpu")]
         totals = self._blocks()
-        bandwidth.append(read_bandwidth_bytes_per_s("cpu"))
-        self.bandwidth = median(bandwidth)
         self.rates = {name: median_interval([t[name].rate for t in totals], 0) for name in self.arms}
 
         def ratio(over: str, under: str) -> Interval:
@@ -158,13 +158,15 @@ class Study:
     def _blocks(self) -> list[dict[str, Total]]:
         for arm in self.arms.values():
             arm.run(self.prompts[0], 8)
-        totals = []
+        totals, bandwidth = [], []
         for index in range(self.blocks):
+            bandwidth.append(read_bandwidth_bytes_per_s("cpu"))
             chosen = [self.prompts[(index * self.per_block + i) % len(self.prompts)] for i in range(self.per_block)]
             spent: dict[str, list[Timed]] = {}
             for name in order_of(list(self.arms), index):
                 spent[name] = [self.arms[name].run(prompt, self.tokens) for prompt in chosen]
             totals.append({n: Total(sum(t.tokens for t in s), sum(t.seconds for t in s)) for n, s in spent.items()})
+        self.bandwidth = median(bandwidth)
         return totals
 
     def _share(self, name: str, decoder: Decoder) -> Interval:
@@ -175,23 +177,37 @@ class Study:
 
     def _curve_cost(self) -> Interval:
         """(plain answer + one pass of the draft over it + the replay of every K) / plain answer."""
-        from pipeline.engine.replay import kept_from_hits, replay
-
         costs = []
         for prompt in self.prompts[: self.blocks]:
             started = time.perf_counter()
             answer = greedy(self.target, prompt, self.tokens)
             plain_s = time.perf_counter() - started
             started = time.perf_counter()
-            fed = torch.tensor((prompt + answer)[:-1])
-            logits = self.draft.forward(fed, self.draft.new_cache(len(fed)))[len(prompt) - 1 :]
-            columns = logits.argmax(-1)
-            ids = columns if self.draft.vocab_ids_U is None else self.draft.vocab_ids_U[columns]
-            hits = [a == b for a, b in zip(ids.tolist(), answer, strict=True)]
+            hits = self._hits(prompt, answer)
             for k in CURVE_LENS:
                 replay([(len(answer), kept_from_hits(hits))], k)
             costs.append((plain_s + time.perf_counter() - started) / plain_s)
         return median_interval(costs, 0)
+
+    def _hits(self, prompt: list[int], answer: list[int]) -> list[bool]:
+        """Whether the draft would have said each token of the answer."""
+        fed = torch.tensor((prompt + answer)[:-1])
+        logits = self.draft.forward(fed, self.draft.new_cache(len(fed)))[len(prompt) - 1 :]
+        columns = logits.argmax(-1)
+        ids = columns if self.draft.vocab_ids_U is None else self.draft.vocab_ids_U[columns]
+        return [a == b for a, b in zip(ids.tolist(), answer, strict=True)]
+
+    def _best_draft_len(self, key: str, target: Decoder) -> int:
+        """K above 0 with the best predicted speedup: what the draft keeps of this bench's answers, replayed, and the
+        costs that the target's sweep measured."""
+        costs = Costs.from_json(provenance.read_json(ARTIFACTS / f"metrics/speculate@{key}.json")["metrics"]["costs"])
+        answers = [(prompt, greedy(target, prompt, self.tokens)) for prompt in self.prompts]
+        kept = [(len(answer), kept_from_hits(self._hits(prompt, answer))) for prompt, answer in answers]
+        predicted = {
+            k: costs.predicted_speedup(replay(kept, k).mean_emitted_per_round, k)
+            for k in range(1, max(costs.target_step_ms))
+        }
+        return max(predicted, key=lambda k: predicted[k] or 0.0)
 
     def _prefill(self) -> Interval:
         ids = [i for p in self.prompts for i in p][:512]
@@ -228,13 +244,6 @@ class Study:
                     }
                 )
         return rows
-
-
-def best_draft_len(key: str, category: str) -> int:
-    """The sweep's best predicted K above 0 for this category."""
-    curve = provenance.read_json(ARTIFACTS / f"metrics/speculate@{key}.json")["metrics"]["by_category"][category]
-    points = [p for p in curve if p["draft_len"] > 0 and p["predicted_speedup"]]
-    return int(max(points, key=lambda p: p["predicted_speedup"])["draft_len"])
 
 
 def greedy(decoder: Decoder, prompt: list[int], tokens: int) -> list[int]:
@@ -303,9 +312,10 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
             "",
             f"Default target and draft, {torch.get_num_threads()} threads, {study.blocks} interleaved blocks of "
             f"{study.per_block} code prompts, {study.tokens} tokens each; K = {study.draft_lens['base']} (bf16), "
-            f"{study.draft_lens['awq']} (int4). Quantized copies hold head and embedding as their recipes say "
-            f"(`pack_head`), `int4_bf16_head` in bf16; drafts are the quantized copy, in `bf16_spec_bf16` and for "
-            f"transformers the bf16 one. Memory is read at {study.bandwidth / 1e9:.1f} GB/s in the same run.",
+            f"{study.draft_lens['awq']} (int4), the best predicted for these answers. Quantized copies hold head and "
+            "embedding as their recipes say (`pack_head`), `int4_bf16_head` in bf16; drafts are the quantized copy, "
+            "in `bf16_spec_bf16` and for transformers the bf16 one. Memory is read at "
+            f"{study.bandwidth / 1e9:.1f} GB/s in the same run.",
             "",
             tabulate([show(r) for r in records], head, tablefmt="github", disable_numparse=True),
             "",

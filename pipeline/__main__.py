@@ -189,6 +189,9 @@ def main(argv: list[str] | None = None) -> int:
         stage, key, paths, params_path = parse_arguments(sys.argv[1:] if argv is None else argv)
         places = [str(p) for n, p in paths.items() if n.startswith("out") or n == "metrics"]
         params, name = config.load(params_path), stage if key is None else f"{stage}@{key}"
+        if stage != "evaluate":  # whose tasks may score with it
+            # transformers imports scikit-learn (2.5 s) for a kind of generation that no stage asks for
+            sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
         with progress.stage_log(name, log_file(name, paths)):
             run_stage(stage, key, paths, params)
     except (ValueError, OSError, MemoryError) as e:

@@ -147,7 +147,7 @@ class Distill:
     temperature: float = key("temperature of the KL to the target's logits", gt=0)
     vocab: int | None = key("ids that the draft can say, the likeliest by the target; null = all (a slow head)", ge=2)
     prompt_weight: float = key("weight of a prompt's position in the loss, where an answer's has 1", ge=0)
-    train_embedding: bool = key("also train the (tied) embedding")
+    train_embedding: bool = key("also train the embedding")
     time_budget_s: float = key("stop training after this long; the steps done are recorded", "s", gt=0)
 
 
@@ -175,7 +175,7 @@ class QuantizeMethod:
     calibration_rows: int | None = key("first calibration rows used; null = all (a search is paid by the row)", ge=1)
     error_rows: int = key("first calibration rows on which every module's output error is measured", ge=1)
     ignore: list[str] = key("patterns (regular expressions) of whole name parts left alone: layers.1, o_proj")
-    pack_head: bool = key("hold the output head, and an embedding tied to it, at 8 bits (the file keeps them full)")
+    pack_head: bool = key("hold the output head, and an embedding tied to it or a draft's, at 8 bits (not in the file)")
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,10 @@
-"""A draft distilled from its target: some of its layers, under its own embedding, norm and head, trained to say what
-the target says. It learns from the target's own greedy answers (as in DistillSpec, arXiv:2310.08461): that is the text
-it will have to guess. It can say the likeliest ids of that text only (as in FR-Spec, arXiv:2502.14856).
+"""A draft distilled from its target: some of its layers under its own embedding and norm, trained to say what the
+target says. It learns from the target's own greedy answers (as in DistillSpec, arXiv:2310.08461): that is the text it
+will have to guess. It can say the likeliest ids of that text only (as in FR-Spec, arXiv:2502.14856).
 
-What the target thinks is kept as its final hidden states, the exact and compact form of its logits: the head that turns
-one into the other is the draft's own. That head is most of a small draft's cost, in training and in use.
+What the target thinks is kept as its final hidden states, the exact and compact form of its logits. A linear map leads
+from the draft's to the target's (as in the tuned lens, arXiv:2303.08112): least squares give it before the first step,
+training goes on with it, and at the end it is folded into the head, which therefore is the draft's own.
 
 Legend: B sequences, S positions, N positions of a loss, D hidden size, U ids of the loss, V vocabulary.
 """
@@ -26,6 +27,7 @@ from pipeline.config import Distill
 from pipeline.engine.lean import LeanDecoder
 from pipeline.progress import bar
 
+BETAS = (0.9, 0.95)  # of AdamW: some hundred steps have no use for a memory of a thousand
 WARM_UP, LAST_RATE = 0.05, 0.1  # shares of the steps and of the peak learning rate
 CURVE_POINTS = 12
 TOKENIZER_FILES = (
@@ -39,6 +41,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+RIDGE = 1e-3  # of the mean square: hidden states lie in few directions, the others are not to be fitted
+LIKELY_EVERY = 4
 CHUNK_POSITIONS = 512  # positions whose logits over the whole vocabulary are held at once
 
 
@@ -101,7 +105,7 @@ def load_speaker(folder: Path, device: str, dtype: torch.dtype) -> LeanDecoder:
 
 
 def take_layers(target: Any, layers: list[int]) -> Any:
-    """A float32 model of the target's class with only `layers` of it; nothing is shared with the target.
+    """A float32 model of the target's class with only `layers` of it and an untied head; nothing is shared with it.
 
     Raises DistillError for a layer out of range and for an architecture without `.model.layers`.
     """
@@ -118,7 +122,7 @@ def take_layers(target: Any, layers: list[int]) -> Any:
             f"of {-depth}..{depth - 1}"
         )
     config = type(target.config).from_dict(target.config.to_dict())
-    config.num_hidden_layers = len(layers)
+    config.num_hidden_layers, config.tie_word_embeddings = len(layers), False
     if getattr(config, "layer_types", None):
         config.layer_types = [target.config.layer_types[layer] for layer in layers]
     with torch.random.fork_rng(devices=[]):
@@ -190,18 +194,48 @@ def agreement(draft: Any, ids_U: torch.Tensor, answers: list[Answer]) -> dict[st
     return {**rate(*total), "by_category": {category: rate(*own) for category, own in sorted(counts.items())}}
 
 
+@torch.no_grad()
+def fitted_map(draft: Any, answers: list[Answer], prompt_weight: float) -> torch.Tensor:
+    """map_DD: the draft's final hidden states times it are the target's, by least squares over the answers' texts with
+    `prompt_weight` for a prompt's position. The teacher is what training has, so this costs one pass of the draft."""
+    size = answers[0].hidden_SD.shape[-1]
+    ours_DD, both_DD = (torch.zeros(size, size, dtype=torch.float64) for _ in range(2))
+    for a in answers:
+        first = 0 if prompt_weight else a.first
+        draft_SD = draft.model(a.ids_S[None, :-1].to(draft.device)).last_hidden_state[0, first:].double().cpu()
+        weight_S1 = torch.ones(len(draft_SD), 1, dtype=torch.float64)
+        weight_S1[: a.first - first] = prompt_weight
+        ours_DD += draft_SD.T @ (weight_S1 * draft_SD)
+        both_DD += draft_SD.T @ (weight_S1 * a.hidden_SD[first:].double().cpu())
+    ours_DD += RIDGE * ours_DD.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    return torch.linalg.solve(ours_DD, both_DD).to(draft.device, torch.float32)
+
+
+@torch.no_grad()
+def fold(draft: Any, map_DD: torch.Tensor, head_VD: torch.Tensor) -> None:
+    """Give the draft the head that takes its hidden states through `map_DD` to the target's head."""
+    draft.get_output_embeddings().weight.copy_(head_VD @ map_DD.T)
+
+
 def train(
-    draft: Any, head_VD: torch.Tensor, ids_U: torch.Tensor, answers: list[Answer], recipe: Distill, seed: int
+    draft: Any,
+    map_DD: torch.Tensor,
+    head_VD: torch.Tensor,
+    ids_U: torch.Tensor,
+    answers: list[Answer],
+    recipe: Distill,
+    seed: int,
 ) -> dict[str, Any]:
-    """Train `draft` in place towards the target's distributions over `ids_U`; returns what was done and the loss.
+    """Train `draft` and `map_DD` in place towards the target's distributions over `ids_U`; returns what was done and
+    the loss.
 
     Equal seeds and thread counts give equal weights, unless `time_budget_s` ends training early.
     """
     draft.requires_grad_(True)
-    for tokens_VD in (draft.get_input_embeddings().weight, draft.get_output_embeddings().weight):
-        tokens_VD.requires_grad_(recipe.train_embedding)
-    weights = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
+    draft.get_input_embeddings().weight.requires_grad_(recipe.train_embedding)
+    draft.get_output_embeddings().weight.requires_grad_(False)
+    weights = [p for p in draft.parameters() if p.requires_grad] + [map_DD.requires_grad_(True)]
+    optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0)
     losses: list[float] = []
     tokens, started = 0, time.monotonic()
     with bar("training the draft", recipe.steps, "step") as shown:
@@ -209,7 +243,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * rate_at(step / recipe.steps)
             optimizer.zero_grad()
-            loss = batch_loss(draft, head_VD, ids_U, batch, recipe)
+            loss = batch_loss(draft, map_DD, head_VD, ids_U, batch, recipe)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
@@ -219,7 +253,8 @@ def train(
             shown.update(left_s=left_s)
             if left_s < 0:
                 break
-    draft.requires_grad_(False)
+    for weight in weights:
+        weight.requires_grad_(False)
     return {
         "steps": len(losses),
         "steps_asked": recipe.steps,
@@ -240,11 +275,13 @@ def rate_at(progress: float) -> float:
 
 @torch.no_grad()
 def likely_ids(head_VD: torch.Tensor, answers: list[Answer], count: int | None) -> torch.Tensor:
-    """ids_U: the `count` ids with the greatest probability, by the target, summed over the answers; null = all."""
+    """ids_U: the `count` ids with the greatest probability, by the target, summed over every LIKELY_EVERY-th position
+    of the answers; null = all."""
     if count is None or count >= len(head_VD):
         return torch.arange(len(head_VD), device=head_VD.device)
     mass_V = torch.zeros(len(head_VD), device=head_VD.device)
-    for hidden_ND in torch.cat([a.hidden_SD[a.first :] for a in answers]).split(CHUNK_POSITIONS):
+    positions = torch.cat([a.hidden_SD[a.first :: LIKELY_EVERY] for a in answers])
+    for hidden_ND in positions.split(CHUNK_POSITIONS):
         mass_V += (hidden_ND.float() @ head_VD.T).softmax(-1).sum(0)
     return mass_V.topk(count).indices.sort().values
 
@@ -263,9 +300,15 @@ def batches(answers: list[Answer], recipe: Distill, seed: int) -> Iterator[list[
 
 
 def batch_loss(
-    draft: Any, head_VD: torch.Tensor, ids_U: torch.Tensor, batch: list[Answer], recipe: Distill
+    draft: Any,
+    map_DD: torch.Tensor,
+    head_VD: torch.Tensor,
+    ids_U: torch.Tensor,
+    batch: list[Answer],
+    recipe: Distill,
 ) -> torch.Tensor:
-    """KL(target || draft) over `ids_U`, mean over the answers' positions, times the temperature squared (a scalar)."""
+    """KL(target || draft through `map_DD`) over `ids_U`, mean over the answers' positions, times the temperature
+    squared (a scalar)."""
     longest = max(len(a.hidden_SD) for a in batch)
     ids_BS = torch.zeros(len(batch), longest, dtype=torch.long, device=head_VD.device)
     weight_BS = torch.zeros(len(batch), longest, device=head_VD.device)
@@ -277,9 +320,9 @@ def batch_loss(
     target_ND = torch.cat([a.hidden_SD if recipe.prompt_weight else a.hidden_SD[a.first :] for a in batch]).float()
     # Padding stands behind each sequence, where causal attention does not look.
     draft_ND = draft.model(ids_BS).last_hidden_state[used_BS]
-    draft_head_VD = draft.get_output_embeddings().weight
-    target_NU = functional.log_softmax(target_ND @ head_VD[ids_U].T / recipe.temperature, dim=-1)
-    draft_NU = functional.log_softmax(draft_ND @ draft_head_VD[ids_U].T / recipe.temperature, dim=-1)
+    head_DU = head_VD[ids_U].T
+    target_NU = functional.log_softmax(target_ND @ head_DU / recipe.temperature, dim=-1)
+    draft_NU = functional.log_softmax(draft_ND @ map_DD @ head_DU / recipe.temperature, dim=-1)
     kl_N = functional.kl_div(draft_NU, target_NU, log_target=True, reduction="none").sum(-1)
     weight_N = weight_BS[used_BS]
     return (kl_N * weight_N).sum() / weight_N.sum() * recipe.temperature**2
@@ -294,7 +337,7 @@ def loss_curve(losses: list[float]) -> list[dict[str, Any]]:
 
 
 def write(draft: Any, target: Path, dtype: torch.dtype, folder: Path) -> None:
-    """Save as a transformers folder in `dtype` (a tied head stays tied), the tokenizer's files copied as they are."""
+    """Save as a transformers folder in `dtype`, the tokenizer's files copied as they are."""
     draft.to(dtype).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         if (target / name).exists():

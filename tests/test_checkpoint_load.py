@@ -283,6 +283,18 @@ def test_a_head_cut_down_is_packed_and_the_whole_embedding_by_itself(tmp_path):
     assert read_bytes_per_step(cut.module) == weight_bytes(cut.module) - table + 64 + 4
 
 
+def test_an_embedding_that_is_not_tied_is_packed_beside_a_head_cut_down_only(tmp_path):
+    model = tiny("Llama", tie=False)
+    saved(model, tmp_path)
+    options = {"device": "cpu", "dtype": torch.float32, "pack_head": True, "trust_remote_code": False}
+    whole, cut = (load_decoder(tmp_path, dense_from=NEVER, vocab_ids=v, **options) for v in (None, [3, 40, 99]))
+    assert type(whole.module.get_input_embeddings()) is torch.nn.Embedding
+    table_VD, rounded = model.get_input_embeddings().weight.detach(), cut.module.get_input_embeddings()
+    step_V1 = table_VD.abs().amax(1, keepdim=True) / 127
+    got_VD = rounded(torch.arange(len(table_VD)))
+    assert ((got_VD - table_VD).abs() <= step_V1 * 0.501).all() and not torch.equal(got_VD, table_VD)
+
+
 def test_a_packed_head_is_rounded_by_half_a_step_at_most(tmp_path):
     model = tiny("Llama", tie=False)
     saved(model, tmp_path)

@@ -100,19 +100,53 @@ def test_answers_stop_at_the_end_token_and_ignore_the_folders_own_sampling(targe
 
 
 def test_training_lowers_the_kl_raises_agreement_and_leaves_the_embedding(target, answers):
-    draft = distill.take_layers(target, RECIPE.layers)
+    draft, head_VD = distill.take_layers(target, RECIPE.layers), target.lm_head.weight
+    map_DD = distill.fitted_map(draft, answers, RECIPE.prompt_weight)
+    distill.fold(draft, map_DD, head_VD)
     before, loss_before = distill.agreement(draft, ALL, answers), reference_kl(target, draft, answers)
-    done = distill.train(draft, target.lm_head.weight, ALL, answers, RECIPE, seed=0)
+    done = distill.train(draft, map_DD, head_VD, ALL, answers, RECIPE, seed=0)
+    distill.fold(draft, map_DD, head_VD)
     after, loss_after = distill.agreement(draft, ALL, answers), reference_kl(target, draft, answers)
     assert loss_after < 0.5 * loss_before
     assert after["value"] > before["value"] + 0.2
     assert after["tokens"] == sum(len(a.ids_S) - a.prompt_tokens for a in answers)
     assert torch.equal(draft.get_input_embeddings().weight, target.get_input_embeddings().weight)
-    assert draft.lm_head.weight is draft.get_input_embeddings().weight
+    assert not any(p.requires_grad for p in draft.parameters())
     assert (done["steps"], done["vocab"]) == (40, 300)
     curve = done["loss_curve"]
     assert curve[-1]["step"] == 40 and curve[-1]["kl_nats"] < 0.5 * curve[0]["kl_nats"]
-    assert done["trainable_parameters"] == sum(p.numel() for p in draft.parameters()) - 300 * 32
+    assert done["trainable_parameters"] == sum(p.numel() for p in draft.parameters()) - 2 * 300 * 32 + 32 * 32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt_weight", [0.0, 0.3])
+def test_fitted_map_is_the_weighted_least_squares_solution_and_says_more_than_the_head_it_replaces(
+    target, answers, prompt_weight
+):
+    draft = distill.take_layers(target, RECIPE.layers)
+    map_DD = distill.fitted_map(draft, answers, prompt_weight)
+    rows, due, weights = [], [], []
+    for a in answers:
+        rows.append(draft.model(a.ids_S[None, :-1]).last_hidden_state[0].double())
+        due.append(a.hidden_SD.double())
+        weights += [prompt_weight] * a.first + [1.0] * (len(a.hidden_SD) - a.first)
+    x_ND, y_ND, root_N1 = torch.cat(rows), torch.cat(due), torch.tensor(weights, dtype=torch.float64).sqrt()[:, None]
+    ridge_DD = (distill.RIDGE * (root_N1 * x_ND).square().sum(0).mean()).sqrt() * torch.eye(32, dtype=torch.float64)
+    rows_ND = torch.cat([root_N1 * x_ND, ridge_DD])
+    solution = torch.linalg.lstsq(rows_ND, torch.cat([root_N1 * y_ND, torch.zeros(32, 32, dtype=torch.float64)]))
+    torch.testing.assert_close(map_DD.double(), solution.solution, rtol=1e-4, atol=1e-5)
+    before = reference_kl(target, draft, answers)
+    distill.fold(draft, map_DD, target.lm_head.weight)
+    assert reference_kl(target, draft, answers) < before
+
+
+@torch.no_grad()
+def test_folding_gives_the_logits_of_the_map_and_the_targets_head(target, answers):
+    draft, map_DD = distill.take_layers(target, [1]), torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    hidden_SD = draft.model(answers[0].ids_S[None]).last_hidden_state[0]
+    distill.fold(draft, map_DD, target.lm_head.weight)
+    due_SV = hidden_SD.double() @ map_DD.double() @ target.lm_head.weight.double().T
+    torch.testing.assert_close(draft(answers[0].ids_S[None]).logits[0].double(), due_SV, rtol=1e-4, atol=1e-4)
 
 
 def reference_kl(target, draft, answers) -> float:
@@ -128,14 +162,15 @@ def reference_kl(target, draft, answers) -> float:
 def test_loss_is_the_kl_at_the_answers_positions_only(target, answers):
     draft = distill.take_layers(target, [1])
     ids_U = torch.arange(300)
-    found = distill.batch_loss(draft, target.lm_head.weight, ids_U, answers[:3], RECIPE)
+    found = distill.batch_loss(draft, torch.eye(32), target.lm_head.weight, ids_U, answers[:3], RECIPE)
     assert found.item() == pytest.approx(reference_kl(target, draft, answers[:3]), rel=1e-3)
 
 
 def test_likely_ids_are_those_with_most_mass(target, answers):
     ids_U = distill.likely_ids(target.lm_head.weight, answers, 20)
     mass_V = sum(
-        target(a.ids_S[None, :-1]).logits[0, a.prompt_tokens - 1 :].double().softmax(-1).sum(0) for a in answers
+        target(a.ids_S[None, :-1]).logits[0, a.prompt_tokens - 1 :: distill.LIKELY_EVERY].double().softmax(-1).sum(0)
+        for a in answers
     )
     outside = [i for i in range(300) if i not in ids_U.tolist()]
     assert len(ids_U) == 20 and ids_U.tolist() == sorted(ids_U.tolist())
@@ -145,7 +180,10 @@ def test_likely_ids_are_those_with_most_mass(target, answers):
 def test_same_seed_gives_the_same_bytes_and_another_seed_others(target, folder, answers, tmp_path):
     def made(seed: int, where: Path) -> bytes:
         draft = distill.take_layers(target, RECIPE.layers)
-        distill.train(draft, target.lm_head.weight, ALL, answers, dataclasses.replace(RECIPE, steps=3), seed)
+        map_DD = distill.fitted_map(draft, answers, RECIPE.prompt_weight)
+        recipe = dataclasses.replace(RECIPE, steps=3)
+        distill.train(draft, map_DD, target.lm_head.weight, ALL, answers, recipe, seed)
+        distill.fold(draft, map_DD, target.lm_head.weight)
         distill.write(draft, folder, torch.bfloat16, where)
         return (where / "model.safetensors").read_bytes()
 
@@ -156,12 +194,14 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(target, folder, 
     assert made(2, tmp_path / "c") != first
 
 
-def test_written_folder_loads_with_tied_head_and_the_targets_tokenizer(target, folder, tmp_path):
+def test_written_folder_loads_with_its_own_head_and_the_targets_tokenizer(target, folder, tmp_path):
     draft = distill.take_layers(target, [2, 0])
+    distill.fold(draft, 2 * torch.eye(32), target.lm_head.weight)
     distill.write(draft, folder, torch.bfloat16, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.num_hidden_layers == 2 and loaded.dtype == torch.bfloat16
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert not loaded.config.tie_word_embeddings
+    assert torch.equal(loaded.lm_head.weight, 2 * loaded.model.embed_tokens.weight)
     original = AutoModelForCausalLM.from_pretrained(folder)
     for mine, its in ((0, 2), (1, 0)):
         its_tensors = original.model.layers[its].state_dict()
@@ -184,9 +224,8 @@ def test_layer_types_follow_the_layers():
 
 def test_time_budget_stops_training_and_says_so(target, answers):
     draft = distill.take_layers(target, [0])
-    done = distill.train(
-        draft, target.lm_head.weight, ALL, answers, dataclasses.replace(RECIPE, steps=10**6, time_budget_s=0.3), seed=0
-    )
+    recipe = dataclasses.replace(RECIPE, steps=10**6, time_budget_s=0.3)
+    done = distill.train(draft, torch.eye(32), target.lm_head.weight, ALL, answers, recipe, seed=0)
     assert 0 < done["steps"] < 10**6 == done["steps_asked"]
 
 

@@ -51,7 +51,8 @@ def load_decoder(
     """A decoder in eval mode on `device`, unquantized weights in `dtype`.
 
     `engine`: lean where the architecture allows it (`Decoder.engine_reason` says why not), or transformers' own modules
-    (hf). `pack_head` rounds a full-precision output head, and an embedding tied to it, to 8 bits. `dense_from` fixes
+    (hf). `pack_head` rounds a full-precision output head to 8 bits, and an embedding that is tied to it or much larger
+    (the head was cut down). `dense_from` fixes
     which classes of linear layer are used and from how many rows each uses a plain GEMM; None takes what was measured
     on this machine, or measures it (some ms). `vocab_ids` cuts the head down to those ids (a draft need not be able to
     say everything). Raises CheckpointError for whatever in the folder does not fit together.
@@ -71,7 +72,7 @@ def load_decoder(
         if vocab_ids is not None:
             _cut_head(module, vocab_ids)
         if pack_head:
-            _pack_head(module, tied, activations, classes)
+            _pack_head(module, tied or vocab_ids is not None, activations, classes)
     decoder = Decoder(module, max_positions) if reason else lean.LeanDecoder(module, max_positions)
     decoder.engine_reason = reason
     decoder.vocab_ids_U = None if vocab_ids is None else torch.tensor(vocab_ids, device=device)
@@ -260,9 +261,9 @@ def _cut_head(module: Any, ids: list[int]) -> None:
     _replace(module, head, type(head)(weight, None if head.bias is None else head.bias[ids]))
 
 
-def _pack_head(module: Any, tied: bool, activations: torch.dtype, classes: set[str]) -> None:
-    """Replace a full-precision output head by 8-bit codes; an embedding `tied` to it reads the same ones (its own where
-    the head is cut down)."""
+def _pack_head(module: Any, with_embedding: bool, activations: torch.dtype, classes: set[str]) -> None:
+    """Replace a full-precision output head by 8-bit codes; an embedding tied to it reads the same ones, another
+    (`with_embedding`) its own."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if not isinstance(head, FullLinear):
         return
@@ -274,7 +275,7 @@ def _pack_head(module: Any, tied: bool, activations: torch.dtype, classes: set[s
     except RuntimeError as e:
         raise CheckpointError(f"pack_head: torch has no int8 kernel here ({e}); set pack_head to false") from None
     _replace(module, head, packed)
-    if tied and type(embedding) is nn.Embedding:
+    if with_embedding and type(embedding) is nn.Embedding:
         module.config.get_text_config().tie_word_embeddings = False  # or transformers looks for weights to tie again
         whole = packed if head.weight is embedding.weight else type(packed)(embedding.weight, None)
         _replace(module, embedding, Int8Embedding(whole, embedding.weight.dtype))

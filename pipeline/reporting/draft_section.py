@@ -21,10 +21,12 @@ def distilled(found: dict[str, Any]) -> str:
     short = training["steps"] < training["steps_asked"]
     asked = f" of {count(training['steps_asked'])} asked for (time budget)" if short else ""
     return (
-        f"Made of {layers} of the target under its own embedding, norm and head ({number(found['parameters'] / 1e6)} "
-        f"M parameters), trained to give the target's next-token distribution on {count(answers['tokens'])} tokens of "
-        f"its own greedy answers to {count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, "
-        f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering."
+        f"Made of {layers} of the target under its own embedding and norm and a head of its own "
+        f"({number(found['parameters'] / 1e6)} M parameters): the target's head behind a linear map, fitted by least "
+        f"squares, that leads from the draft's last hidden states to the target's. Then layers and map were trained to "
+        f"give the target's next-token distribution on {count(answers['tokens'])} tokens of its own greedy answers to "
+        f"{count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, {number(training['seconds'])} "
+        f"s, after {number(answers['seconds'])} s of answering."
         f"{proposable(found)}\n\n{agreement(found)}"
     )
 
@@ -45,7 +47,7 @@ def agreement(found: dict[str, Any]) -> str:
     before, after = found["agreement"]["before"], found["agreement"]["after"]
     rows = [["all", before, after], *([c, before["by_category"][c], a] for c, a in after["by_category"].items())]
     cells = [[kind, share(b["value"]), share(a["value"]), count(a["tokens"])] for kind, b, a in rows]
-    headers = ["held-out prompts", "agreement before training", "after", "tokens"]
+    headers = ["held-out prompts", "agreement with the map fitted", "after training", "tokens"]
     return (
         "**Agreement**: share of the target's greedy tokens that are also the draft's (before it is quantized), given "
         "the target's text before them.\n\n" + markdown.table(headers, cells)

@@ -48,7 +48,8 @@ def _made(
 def _distilled(
     recipe: Distill, runtime: Runtime, target: Path, prompts: Path, folder: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ask the target, train on its answers; agreement is measured on answers to held-out prompts, before and after."""
+    """Ask the target, train on its answers; agreement is measured on answers to held-out prompts, before training
+    (with the map fitted) and after."""
     import torch
 
     from pipeline import distill
@@ -70,8 +71,11 @@ def _distilled(
     draft = distill.take_layers(teacher, recipe.layers)
     head_VD = teacher.get_output_embeddings().weight
     ids_U = distill.likely_ids(head_VD, answers, recipe.vocab)
+    map_DD = distill.fitted_map(draft, answers, recipe.prompt_weight)
+    distill.fold(draft, map_DD, head_VD)
     before = distill.agreement(draft, ids_U, tests)
-    training = distill.train(draft, head_VD, ids_U, answers, recipe, runtime.seed)
+    training = distill.train(draft, map_DD, head_VD, ids_U, answers, recipe, runtime.seed)
+    distill.fold(draft, map_DD, head_VD)
     after = distill.agreement(draft, ids_U, tests)
     depth = teacher.config.num_hidden_layers
     distill.write(draft, target, getattr(torch, runtime.dtype), folder)
