@@ -42,7 +42,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 RIDGE = 1e-3  # of the mean square: hidden states lie in few directions, the others are not to be fitted
-LIKELY_EVERY = 4
 CHUNK_POSITIONS = 512  # positions whose logits over the whole vocabulary are held at once
 
 
@@ -275,13 +274,11 @@ def rate_at(progress: float) -> float:
 
 @torch.no_grad()
 def likely_ids(head_VD: torch.Tensor, answers: list[Answer], count: int | None) -> torch.Tensor:
-    """ids_U: the `count` ids with the greatest probability, by the target, summed over every LIKELY_EVERY-th position
-    of the answers; null = all."""
+    """ids_U: the `count` ids with the greatest probability, by the target, summed over the answers; null = all."""
     if count is None or count >= len(head_VD):
         return torch.arange(len(head_VD), device=head_VD.device)
     mass_V = torch.zeros(len(head_VD), device=head_VD.device)
-    positions = torch.cat([a.hidden_SD[a.first :: LIKELY_EVERY] for a in answers])
-    for hidden_ND in positions.split(CHUNK_POSITIONS):
+    for hidden_ND in torch.cat([a.hidden_SD[a.first :] for a in answers]).split(CHUNK_POSITIONS):
         mass_V += (hidden_ND.float() @ head_VD.T).softmax(-1).sum(0)
     return mass_V.topk(count).indices.sort().values
 

@@ -170,6 +170,21 @@ def test_weights_that_the_disk_does_not_take_are_one_line_whoever_writes_them(
     assert [p.name for p in tmp_path.glob("out*/*")] == ["old"] and not list(tmp_path.glob("*.partial"))
 
 
+WITHOUT_SCIKIT_LEARN = """
+import sys
+from pipeline.__main__ import main
+assert main(["environment", "out=environment.json", f"--params={sys.argv[1]}"]) == 0
+from transformers.generation import candidate_generator
+from transformers import PreTrainedTokenizerFast
+print(sys.modules["sklearn"])
+"""
+
+
+def test_a_stage_starts_without_the_scikit_learn_that_transformers_would_import(tmp_path):
+    done = run(tmp_path, sys.executable, "-c", WITHOUT_SCIKIT_LEARN, str(ROOT / "params.yaml"))
+    assert done.stdout.strip() == "None", done.stderr
+
+
 ALMOST_FULL = """
 set -eu
 mount -t tmpfs -o size=64k none "$DISK"
