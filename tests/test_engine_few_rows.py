@@ -48,6 +48,22 @@ def test_bf16_weights(M, N, K, dtype):
     assert not within(y_MN, x_MK, weight_NK.roll(1, 1), dtype), "the bound would not notice shifted columns"
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("M", [1, 6, 32, 245, 489])
+@pytest.mark.parametrize(("N", "K"), [(64, 576), (101, 48), (1, 16), (33, 1536)])
+def test_bf16_weights_for_many_rows(M, N, K, dtype, monkeypatch):
+    monkeypatch.setattr(few_rows, "beats_torch", lambda: True)
+    generator = torch.Generator().manual_seed(M * N)
+    weight_NK = torch.randn(N, K, generator=generator).bfloat16()
+    x_MK = torch.randn(M, K, generator=generator).to(dtype)
+    linear = FewRowsLinear(torch.nn.Parameter(weight_NK, requires_grad=False), None)
+    y_MN = linear.dense(x_MK)
+    assert y_MN.dtype == dtype and within(y_MN, x_MK, weight_NK, dtype)
+    assert not within(y_MN, x_MK, weight_NK.roll(1, 1), dtype), "the bound would not notice shifted columns"
+    assert torch.equal(linear.dense(x_MK[-1:]), y_MN[-1:]), "a row alone has other bits"
+
+
 def fixed_point_slack(x_MK, weight_NK, group):
     """Each x is off by half a step of its group (largest / 32767) and a float32 rounding of the division."""
     step_MG = x_MK.double().abs().view(len(x_MK), -1, group).amax(-1) / 32767
@@ -57,8 +73,8 @@ def fixed_point_slack(x_MK, weight_NK, group):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("M", [*range(1, 10), 17])
-@pytest.mark.parametrize(("N", "K", "group"), [(64, 576, 64), (101, 256, 128), (7, 512, 512), (30, 96, 8)])
+@pytest.mark.parametrize("M", [*range(1, 10), 17, 35, 250])
+@pytest.mark.parametrize(("N", "K", "group"), [(64, 576, 64), (101, 1536, 128), (7, 512, 512), (30, 96, 8)])
 def test_int4_weights(M, N, K, group, dtype):
     generator = torch.Generator().manual_seed(M * N)
     codes_NK = torch.randint(0, 16, (N, K), generator=generator, dtype=torch.uint8)
@@ -99,15 +115,15 @@ def test_int8_weights(M):
 @pytest.mark.parametrize("kind", ["bf16", "int4", "int8"])
 def test_a_token_among_others_gets_the_bits_it_gets_alone(kind):
     generator = torch.Generator().manual_seed(0)
-    x_MK, weight_NK = torch.randn(17, 576, generator=generator), torch.randn(200, 576, generator=generator)
+    x_MK, weight_NK = torch.randn(70, 576, generator=generator), torch.randn(200, 576, generator=generator)
     codes = torch.randint(0, 16, (200, 576), generator=generator, dtype=torch.uint8)
     linear = {
         "bf16": lambda: FewRowsLinear(torch.nn.Parameter(weight_NK.bfloat16(), requires_grad=False), None),
         "int4": lambda: FewRowsInt4Linear(codes, torch.rand(200, 9).half(), torch.full((200, 9), 7), None),
         "int8": lambda: FewRowsInt8Linear(weight_NK, None),
     }[kind]()
-    alone = torch.cat([linear(x_MK[m : m + 1]) for m in range(17)])
-    for M in range(1, 18):
+    alone = torch.cat([linear(x_MK[m : m + 1]) for m in range(70)])
+    for M in (*range(1, 18), 31, 32, 33, 70):
         assert torch.equal(linear(x_MK[:M]), alone[:M])
 
 
@@ -131,7 +147,8 @@ def test_the_largest_group_does_not_overflow(code):
     codes, zeros = torch.full((8, 4096), code, dtype=torch.uint8), torch.full((8, 1), 15 - code)
     linear = FewRowsInt4Linear(codes, torch.ones(8, 1), zeros, None)
     expected = 4096.0 * (2 * code - 15)
-    torch.testing.assert_close(linear(torch.ones(2, 4096)), torch.full((2, 8), expected), rtol=1e-6, atol=0)
+    for M in (2, few_rows.MANY_ROWS):  # unpacked for many rows, so large a group would not fit
+        torch.testing.assert_close(linear(torch.ones(M, 4096)), torch.full((M, 8), expected), rtol=1e-6, atol=0)
 
 
 @needs_kernels

@@ -76,13 +76,14 @@ def test_logits_equal_transformers(make_decoder, family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("norms", [False, True])
-def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms):
-    B, T, H, G, D, S = 3, 4, 6, 2, 32, 40
+@pytest.mark.parametrize("T", [4, 150])  # in torch's form the latter's queries attend in three blocks
+def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms, T):
+    B, H, G, D, S = 3, 6, 2, 32, 36 + T
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(B * T, (H + 2 * G) * D, generator=generator)
     cache = [torch.randn(B, G, S, D, generator=generator).to(dtype) for _ in range(2)]
     weights = [torch.rand(D, generator=generator).to(dtype) for _ in range(2)] if norms else [None, None]
-    angle = torch.rand(64, D // 2, generator=generator) * 6
+    angle = torch.rand(S, D // 2, generator=generator) * 6
     start = torch.tensor([0, 7, 36])
     results = []
     for op in (torch.ops.step, step.TORCH):
@@ -98,7 +99,7 @@ def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms):
 @pytest.mark.usefixtures("two_threads")
 def test_the_other_kernels_equal_their_torch_form():
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(5, 64, generator=generator) * 30 for _ in range(2))
+    x, y = (torch.randn(70, 64, generator=generator) * 30 for _ in range(2))
     for weight in (torch.rand(64, generator=generator), torch.rand(64, generator=generator).bfloat16()):
         one, two = x.clone(), x.clone()
         torch.testing.assert_close(torch.ops.step.add_norm(one, y, weight, 1e-5), step.add_norm(two, y, weight, 1e-5))

@@ -1,4 +1,4 @@
-"""Linear layers on the C++ kernels of kernels/few_rows.cpp.
+"""Linear layers on the C++ kernels of kernels/few_rows.cpp and, from many rows on, kernels/many_rows.cpp.
 
 Legend: M rows (tokens), N output channels, K input channels, G groups of K, P panels of 8 output channels (the last one
 filled up with zeros): the kernels for codes make 8 outputs at once.
@@ -6,18 +6,23 @@ filled up with zeros): the kernels for codes make 8 outputs at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from pipeline.engine import native
-from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight
+from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, shortest_s
 
 LANES = 8  # outputs of a panel; columns of codes that a kernel reads at once
 BLOCK = 64  # columns of x with a step of their own beside 8-bit codes
 INPUT_MULTIPLE = 16  # weights that bf16_linear reads at once
 LARGEST_GROUP = 4096  # its sum is an integer of 32 bits
+MANY_ROWS = 32  # of x beside 4-bit codes: from here on unpacking them once for all rows is the faster way
+UNPACKED_COLUMNS = 640  # that many_rows holds at a time: a group must fit
+TIMED_MNK = 256, 576, 1536  # the product that chooses between many_rows and torch's GEMM
 
 
 def panels(t_N: torch.Tensor) -> torch.Tensor:
@@ -49,6 +54,9 @@ class FewRowsLinear(FullLinear):
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
         y_MN: torch.Tensor = torch.ops.few_rows.bf16_linear(x_MK, self.weight)
         return y_MN
+
+    def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
+        return _many_rows(x_MK, self.weight) if beats_torch() else super().dense(x_MK)
 
 
 class FewRowsInt8Linear(Int8Linear):
@@ -107,9 +115,9 @@ class FewRowsInt4Linear(PackedWeight):
         return self.out_features % LANES == 0
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
-        y_MN: torch.Tensor = torch.ops.few_rows.int4_linear(
-            x_MK, self.codes, self.scales, self.zeros, self.out_features
-        )
+        many = len(x_MK) >= MANY_ROWS and self.group_size <= UNPACKED_COLUMNS  # the same sums to the bit
+        op = torch.ops.many_rows if many else torch.ops.few_rows
+        y_MN: torch.Tensor = op.int4_linear(x_MK, self.codes, self.scales, self.zeros, self.out_features)
         return y_MN
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
@@ -117,6 +125,24 @@ class FewRowsInt4Linear(PackedWeight):
         codes_NGg = unpack_nibbles(self.codes[part]).unflatten(1, (-1, self.group_size))
         zeros, scales = (t[part].transpose(1, 2).flatten(0, 1).float().unsqueeze(-1) for t in (self.zeros, self.scales))
         return ((codes_NGg.float() - zeros) * scales).flatten(1)[: stop - start]
+
+
+def _many_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    y_MN: torch.Tensor = torch.ops.many_rows.bf16_linear(x_MK, weight_NK)
+    return y_MN
+
+
+@functools.cache
+def beats_torch() -> bool:
+    """Whether many_rows multiplies a prompt by bfloat16 weights faster than torch's GEMM does: measured once a machine."""
+    M, N, K = TIMED_MNK
+    x_MK, weight = torch.ones(M, K), nn.Parameter(torch.ones(N, K, dtype=torch.bfloat16), requires_grad=False)
+
+    def measure() -> bool:
+        ours, torchs = shortest_s([lambda x_MK: _many_rows(x_MK, weight), FullLinear(weight, None).dense], x_MK)
+        return ours < torchs
+
+    return bool(native.remembered(f"many_rows beats torch's GEMM, {M} rows of {K} to {N}", measure))
 
 
 def takes_full(K: int, dtype: torch.dtype, device: str) -> bool:

@@ -253,7 +253,7 @@ def measure_dense_from(linear: PackedWeight, dtype: torch.dtype) -> int | None:
         return None
     for rows in ROW_CANDIDATES:
         x_MK = torch.ones(rows, linear.in_features, dtype=dtype)
-        dense_s, native_s = _shortest_s([linear.dense, linear.native], x_MK)
+        dense_s, native_s = shortest_s([linear.dense, linear.native], x_MK)
         if dense_s < CLEAR_WIN * native_s:
             return rows
     return None
@@ -264,11 +264,11 @@ def clearly_faster(one: PackedWeight, other: PackedWeight, dtype: torch.dtype) -
     spent = [0.0, 0.0]
     for rows in FEW_ROWS:
         x_MK = torch.ones(rows, one.in_features, dtype=dtype)
-        spent = [a + b for a, b in zip(spent, _shortest_s([one.native, other.native], x_MK), strict=True)]
+        spent = [a + b for a, b in zip(spent, shortest_s([one.native, other.native], x_MK), strict=True)]
     return spent[0] < CLEAR_WIN * spent[1]
 
 
-def _shortest_s(computes: list[Callable[[torch.Tensor], torch.Tensor]], x_MK: torch.Tensor) -> list[float]:
+def shortest_s(computes: list[Callable[[torch.Tensor], torch.Tensor]], x_MK: torch.Tensor) -> list[float]:
     """CPU seconds of each, on one thread and in turns: another program on the machine then decides nothing."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
-"""What a decoding step does between its linear layers, in torch: on a GPU, for a prompt, and as the reference for
-kernels/step.cpp, which has the same functions (torch.ops.step) for few tokens on a CPU.
+"""What a decoding step does between its linear layers, in torch: on a GPU, for a prompt's attention, and as the reference
+for kernels/step.cpp, which has the same functions (torch.ops.step) on a CPU.
 
 Legend: B sequences, T tokens of each, M = B T rows, D features of a row or of a head, H query heads, G key/value heads,
 S positions of the cache, P positions of the rotary tables.
@@ -15,14 +15,16 @@ import torch.nn.functional as F
 
 from pipeline.engine import native
 
-FEW_ROWS = 32  # beyond, torch's own operations are as fast: they use all threads within a row
+FEW_ROWS = 32  # beyond, torch's attention is faster: it multiplies blocks of rows
+QUERIES = 64  # of a prompt that attend together, on a CPU: torch computes what is hidden from the first of them as well
 
 
 def operations(device: torch.device, rows: int, head_dim: int, widths: tuple[int, ...], cache: torch.dtype) -> Any:
     """The kernels where they apply (`widths`: of the rows of norms and gates), else the functions of this file."""
     sizes = head_dim % 16 == 0 and all(w % 8 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
-    few = device.type == "cpu" and rows <= FEW_ROWS
-    return torch.ops.step if few and sizes and native.refusal() is None else TORCH
+    if device.type != "cpu" or not sizes or native.refusal() is not None:
+        return TORCH
+    return torch.ops.step if rows <= FEW_ROWS else MANY_ROWS
 
 
 def rms_norm(x_MD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -69,18 +71,30 @@ def attention(
     row_B1 = torch.arange(B, device=qkv.device)[:, None]
     keys_BGSD[row_B1, :, position_BT] = k_BTGD.to(keys_BGSD.dtype)
     values_BGSD[row_B1, :, position_BT] = v_BTGD.to(values_BGSD.dtype)
-    if qkv.device.type == "cpu":  # else what is free in the cache would decide how sums are rounded
-        S = int(start_B.max()) + T
-        keys_BGSD, values_BGSD = keys_BGSD[:, :, :S], values_BGSD[:, :, :S]
-    position_S = torch.arange(S, device=qkv.device)
+    q_BHTD = q_BTHD.transpose(1, 2)
+    if qkv.device.type != "cpu":
+        mixed_BHTD = _attend(q_BHTD, keys_BGSD, values_BGSD, position_BT, window)
+    else:  # only what is seen: what is free in the cache must not decide how sums are rounded
+        seen = int(start_B.max())
+        keys, values = (t[:, :, : seen + T].to(qkv.dtype) for t in (keys_BGSD, values_BGSD))
+        parts = []
+        for t in range(0, T, QUERIES):
+            S, part = min(seen + t + QUERIES, seen + T), slice(t, t + QUERIES)
+            parts.append(_attend(q_BHTD[:, :, part], keys[:, :, :S], values[:, :, :S], position_BT[:, part], window))
+        mixed_BHTD = torch.cat(parts, 2)
+    return mixed_BHTD.transpose(1, 2).reshape(B * T, H * D)
+
+
+def _attend(
+    q_BHTD: torch.Tensor, keys_BGSD: torch.Tensor, values_BGSD: torch.Tensor, position_BT: torch.Tensor, window: int
+) -> torch.Tensor:
+    position_S = torch.arange(keys_BGSD.shape[2], device=q_BHTD.device)
     seen_BTS = position_S <= position_BT[..., None]
     if window:
         seen_BTS &= position_S > position_BT[..., None] - window
-    keys, values = keys_BGSD.to(qkv.dtype), values_BGSD.to(qkv.dtype)
-    mixed_BHTD = F.scaled_dot_product_attention(
-        q_BTHD.transpose(1, 2), keys, values, attn_mask=seen_BTS[:, None], enable_gqa=H != G
-    )
-    return mixed_BHTD.transpose(1, 2).reshape(B * T, H * D)
+    keys, values = keys_BGSD.to(q_BHTD.dtype), values_BGSD.to(q_BHTD.dtype)
+    several = q_BHTD.shape[1] != keys_BGSD.shape[1]
+    return F.scaled_dot_product_attention(q_BHTD, keys, values, attn_mask=seen_BTS[:, None], enable_gqa=several)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -90,3 +104,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 TORCH = SimpleNamespace(add_norm=add_norm, silu_mul=silu_mul, attention=attention)
+MANY_ROWS = SimpleNamespace(
+    add_norm=lambda *of: torch.ops.step.add_norm(*of), silu_mul=lambda of: torch.ops.step.silu_mul(of), attention=attention
+)

@@ -10,56 +10,16 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
-#include "vectors.h"
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "rows.h"
 
 namespace {
 
-constexpr int64_t BLOCK = 64, MAX_ROWS = 6, GRAIN = 2;
-typedef uint16_t Bits __attribute__((vector_size(32)));
+constexpr int64_t MAX_ROWS = 6, GRAIN = 2;
 
 // Weights come from memory in order, but faster than the CPU looks ahead by itself: it stops at the end of a page.
 inline void expect(const void* p) { __builtin_prefetch((const char*)p + 4096); }
-
-// neighbouring products added: lane i is a[2i] b[2i] + a[2i+1] b[2i+1]
-inline Sums pair_sums(Shorts a, Shorts b) {
-#ifdef __AVX2__
-  return (Sums)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#else
-  Sums v;
-  for (int i = 0; i < LANES; i++) v[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
-  return v;
-#endif
-}
-
-// x[0], x[1] in every lane
-inline Shorts pair(const int16_t* x) { return (Shorts)(Sums{} + raw<int32_t>(x)); }
-
-inline Shorts widened(const int8_t* p) {
-#ifdef __AVX2__
-  return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-#else
-  Shorts v;
-  for (int i = 0; i < 2 * LANES; i++) v[i] = p[i];
-  return v;
-#endif
-}
-
-inline Floats widened(const at::Half* p) {
-#ifdef __F16C__
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-#else
-  Floats v;
-  for (int i = 0; i < LANES; i++) v[i] = p[i];
-  return v;
-#endif
-}
 
 // Row-major bfloat16: the even and the odd columns of 16 are each a shift or a mask away from float32. One output after the
 // other: reading several at once is faster from a cache, and slower from memory.
@@ -86,8 +46,6 @@ struct Bf16 {
   }
 };
 
-// x in 16-bit fixed point, one step a group: finer than bfloat16 by a factor of 2^7 of the group's largest value, and
-// sums of products with small integers are exact.
 struct FixedRow {
   const int16_t* x;
   const float* step_G;
@@ -119,8 +77,7 @@ struct Int4 {
       }
       const int64_t at = (p * groups + g) * LANES;
       const Floats scales = widened(scale + at);
-      typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-      const Sums zeros = __builtin_convertvector(raw<Bytes>(zero + at), Sums);
+      const Sums zeros = widened(zero + at);
       for (int m = 0; m < M; m++)
         y[m] += __builtin_convertvector(dot[m] - zeros * x[m].total_G[g], Floats) * (scales * x[m].step_G[g]);
     }
@@ -180,13 +137,6 @@ void multiply(const Weight& w, const std::vector<Row>& rows, float* y) {
   });
 }
 
-// x as float32: its own memory if it is that already
-const float* as_float(const at::Tensor& x, std::vector<float>& room) {
-  if (x.scalar_type() == at::kFloat) return x.const_data_ptr<float>();
-  room.assign(x.const_data_ptr<at::BFloat16>(), x.const_data_ptr<at::BFloat16>() + x.numel());
-  return room.data();
-}
-
 template <class Weight, class Row>
 at::Tensor product(const Weight& w, const std::vector<Row>& rows, const at::Tensor& x) {
   at::Tensor out = at::empty({x.size(0), w.N}, x.options());
@@ -200,47 +150,18 @@ at::Tensor product(const Weight& w, const std::vector<Row>& rows, const at::Tens
   return out;
 }
 
-class FixedRows {
- public:
-  FixedRows(const at::Tensor& x, int64_t group) : fixed(x.numel()), steps(x.numel() / group), totals(steps.size()) {
-    std::vector<float> room;
-    const float* from = as_float(x, room);
-    const int64_t M = x.size(0), K = x.size(1);
-    for (int64_t g = 0; g < (int64_t)steps.size(); g++) {
-      const float* part = from + g * group;
-      float largest = 0;
-      for (int64_t k = 0; k < group; k++) largest = std::max(largest, std::fabs(part[k]));
-      // a NaN or an infinity anywhere must come out as NaN: `max` drops NaN, a sum does not
-      float all = 0;
-      for (int64_t k = 0; k < group; k++) all += part[k] * 0.0f;
-      steps[g] = largest / 32767 + all;
-      const float inverse = largest > 0 && all == 0 ? 32767 / largest : 0;
-      for (int64_t k = 0; k < group; k++) fixed[g * group + k] = (int16_t)std::nearbyint(part[k] * inverse);
-      for (int64_t k = 0; k < group; k++) totals[g] += fixed[g * group + k];
-    }
-    for (int64_t m = 0; m < M; m++) {
-      const int64_t g = m * (K / group);
-      rows.push_back({fixed.data() + m * K, steps.data() + g, totals.data() + g});
-    }
-  }
+std::vector<FixedRow> pointers(const FixedRows& x, int64_t M) {
   std::vector<FixedRow> rows;
-
- private:
-  std::vector<int16_t> fixed;
-  std::vector<float> steps;
-  std::vector<int32_t> totals;
-};
-
-void check(const at::Tensor& x, int64_t K, int64_t multiple) {
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == K && K % multiple == 0 && x.is_contiguous(), "few_rows: x of wrong shape");
-  TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "few_rows: x of wrong dtype");
+  for (int64_t m = 0; m < M; m++) {
+    const int64_t k = m * (x.fixed.size() / M), g = m * (x.steps.size() / M);
+    rows.push_back({x.fixed.data() + k, x.steps.data() + g, x.totals.data() + g});
+  }
+  return rows;
 }
 
-// x [M, K] float32 or bfloat16, w [N, K] bfloat16 -> [M, N] in x's dtype; K a multiple of 16
 at::Tensor bf16_linear(const at::Tensor& x, const at::Tensor& w) {
+  check_bf16(x, w);
   const int64_t M = x.size(0), K = w.size(1);
-  check(x, K, 2 * LANES);
-  TORCH_CHECK(w.scalar_type() == at::kBFloat16 && w.is_contiguous(), "few_rows: w is not contiguous bfloat16");
   std::vector<float> room, split(x.numel());
   const float* from = as_float(x, room);
   for (int64_t i = 0; i < x.numel(); i += 2 * LANES)  // even columns first, then the odd ones
@@ -253,30 +174,20 @@ at::Tensor bf16_linear(const at::Tensor& x, const at::Tensor& w) {
   return product(Bf16{static_cast<const uint16_t*>(w.const_data_ptr()), w.size(0), K}, rows, x);
 }
 
-// codes [P, 2 K] int16 as in Int4, scale [P, G, 8] float16, zero [P, G, 8] uint8 -> [M, N] in x's dtype. Groups of at
-// most 4096: the sum of one, of 15 * 32767 each, is an integer of 32 bits.
 at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, const at::Tensor& zero,
                        int64_t N) {
-  const int64_t P = codes.size(0), K = codes.size(1) / 2, group = K / scale.size(1);
-  check(x, K, group);
-  TORCH_CHECK(scale.dim() == 3 && scale.size(0) == P && scale.size(1) * group == K && scale.size(2) == LANES &&
-              zero.sizes() == scale.sizes() && group % LANES == 0 && group <= 4096, "few_rows: groups do not fit");
-  TORCH_CHECK(P == (N + LANES - 1) / LANES, "few_rows: outputs do not fit");
-  TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous() && zero.is_contiguous(), "few_rows: not contiguous");
+  const int64_t group = check_int4(x, codes, scale, zero, N);
   const FixedRows fixed(x, group);
   const Int4 w{static_cast<const uint16_t*>(codes.const_data_ptr()), scale.const_data_ptr<at::Half>(),
-               zero.const_data_ptr<uint8_t>(), N, K, group};
-  return product(w, fixed.rows, x);
+               zero.const_data_ptr<uint8_t>(), N, x.size(1), group};
+  return product(w, pointers(fixed, x.size(0)), x);
 }
 
-// codes [P, 8 K] int8 as in Int8, scale [P, 8] float32 -> [M, N] in x's dtype; K a multiple of 64
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, int64_t N) {
-  const int64_t P = codes.size(0), K = codes.size(1) / LANES;
-  check(x, K, BLOCK);
-  TORCH_CHECK(P == (N + LANES - 1) / LANES && scale.numel() == P * LANES, "few_rows: outputs do not fit");
-  TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous(), "few_rows: not contiguous");
+  check_int8(x, codes, scale, N);
   const FixedRows fixed(x, BLOCK);
-  return product(Int8{codes.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(), N, K}, fixed.rows, x);
+  const Int8 w{codes.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(), N, x.size(1)};
+  return product(w, pointers(fixed, x.size(0)), x);
 }
 }  // namespace
 
