@@ -2,9 +2,9 @@
 
 Legend: M rows (tokens), N output channels, K input channels, G groups of K.
 
-Every class has two ways to compute y = x w^T + b: its native kernel, and, from `dense_from_rows` rows on, a plain GEMM
-on tiles of its weight (on a CPU in float32: kernels for few rows are bound by memory, and many CPUs multiply bfloat16
-slowly). Which one wins where is measured when a model is loaded (`measure_dense_from`) or given.
+Every class has two ways to compute y = x w^T + b: its native kernel, and, from `dense_from_rows` rows on, a plain GEMM,
+by default on tiles of its weight (on a CPU in float32: kernels for few rows are bound by memory, and many CPUs multiply
+bfloat16 slowly). Which one wins where is measured when a model is loaded (`measure_dense_from`) or given.
 """
 
 from __future__ import annotations

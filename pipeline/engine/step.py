@@ -1,5 +1,5 @@
-"""What a decoding step does between its linear layers, in torch: on a GPU, for a prompt's attention, and as the reference
-for kernels/step.cpp, which has the same functions (torch.ops.step) on a CPU.
+"""What a decoding step does between its linear layers, in torch: on a GPU, for a prompt's attention, and as the
+reference for kernels/step.cpp, which has the same functions (torch.ops.step) on a CPU.
 
 Legend: B sequences, T tokens of each, M = B T rows, D features of a row or of a head, H query heads, G key/value heads,
 S positions of the cache, P positions of the rotary tables.
@@ -24,7 +24,10 @@ def operations(device: torch.device, rows: int, head_dim: int, widths: tuple[int
     sizes = head_dim % 16 == 0 and all(w % 8 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
     if device.type != "cpu" or not sizes or native.refusal() is not None:
         return TORCH
-    return torch.ops.step if rows <= FEW_ROWS else MANY_ROWS
+    step = torch.ops.step
+    if rows <= FEW_ROWS:
+        return step
+    return SimpleNamespace(add_norm=step.add_norm, silu_mul=step.silu_mul, attention=attention)
 
 
 def rms_norm(x_MD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -104,6 +107,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 TORCH = SimpleNamespace(add_norm=add_norm, silu_mul=silu_mul, attention=attention)
-MANY_ROWS = SimpleNamespace(
-    add_norm=lambda *of: torch.ops.step.add_norm(*of), silu_mul=lambda of: torch.ops.step.silu_mul(of), attention=attention
-)
