@@ -55,6 +55,10 @@ class FewRowsLinear(FullLinear):
         y_MN: torch.Tensor = torch.ops.few_rows.bf16_linear(x_MK, self.weight)
         return y_MN
 
+    @property
+    def dense_by(self) -> str:
+        return ", many_rows" if beats_torch() else ""
+
     def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
         return _many_rows(x_MK, self.weight) if beats_torch() else super().dense(x_MK)
 
@@ -134,7 +138,7 @@ def _many_rows(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def beats_torch() -> bool:
-    """Whether many_rows multiplies a prompt by bfloat16 weights faster than torch's GEMM does: measured once a machine."""
+    """Whether many_rows multiplies a prompt by bfloat16 weights faster than torch's GEMM: measured once a machine."""
     M, N, K = TIMED_MNK
     x_MK, weight = torch.ones(M, K), nn.Parameter(torch.ones(N, K, dtype=torch.bfloat16), requires_grad=False)
 

@@ -58,8 +58,13 @@ class PackedWeight(nn.Module):
     @property
     def kernel(self) -> str:
         """The class and what decides its speed, for result files."""
-        switch = f" (dense from {self.dense_from_rows} rows)" if self.dense_from_rows is not None else ""
+        switch = f" (dense from {self.dense_from_rows} rows{self.dense_by})" if self.dense_from_rows is not None else ""
         return f"{type(self).__name__}{switch}"
+
+    @property
+    def dense_by(self) -> str:
+        """What else than torch's GEMM `dense` runs, for `kernel`."""
+        return ""
 
     @property
     def tiled(self) -> bool:
