@@ -147,6 +147,7 @@ class Distill:
     temperature: float = key("temperature of the KL to the target's logits", gt=0)
     vocab: int | None = key("ids that the draft can say, the likeliest by the target; null = all (a slow head)", ge=2)
     prompt_weight: float = key("weight of a prompt's position in the loss, where an answer's has 1", ge=0)
+    prompt_tokens: int | None = key("last tokens of a prompt that training reads before its answer; null = all", ge=1)
     train_embedding: bool = key("also train the embedding")
     time_budget_s: float = key("stop training after this long; the steps done are recorded", "s", gt=0)
 

@@ -15,7 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,18 @@ class Answer:
     def first(self) -> int:
         """The position that predicts the first token of the answer."""
         return self.prompt_tokens - 1
+
+    def without_beginning(self, prompt_tokens: int | None) -> Answer:
+        """With the last `prompt_tokens` of a longer prompt; what the target thinks has still seen the whole."""
+        spare = self.prompt_tokens - (prompt_tokens or self.prompt_tokens)
+        if spare <= 0:
+            return self
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens - spare,
+            ids_S=self.ids_S[spare:],
+            hidden_SD=self.hidden_SD[spare:],
+        )
 
 
 def choose(rows: list[dict[str, Any]], split: str, per_category: int, path: Path) -> list[dict[str, Any]]:
@@ -236,6 +248,7 @@ def train(
     weights = [p for p in draft.parameters() if p.requires_grad] + [map_DD.requires_grad_(True)]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0)
     losses: list[float] = []
+    answers = [a.without_beginning(recipe.prompt_tokens) for a in answers]
     tokens, started = 0, time.monotonic()
     with bar("training the draft", recipe.steps, "step") as shown:
         for step, batch in zip(range(recipe.steps), batches(answers, recipe, seed), strict=False):
@@ -259,6 +272,7 @@ def train(
         "steps_asked": recipe.steps,
         "seconds": time.monotonic() - started,
         "tokens": tokens,
+        "prompt_tokens": recipe.prompt_tokens,
         "trainable_parameters": sum(p.numel() for p in weights),
         "vocab": len(ids_U),
         "loss_curve": loss_curve(losses),

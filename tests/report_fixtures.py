@@ -441,7 +441,14 @@ def draft() -> dict[str, Any]:
         "weight_bytes": 84_000_000,
         "agreement": {"before": agreement(0.004), "after": agreement(0.51)},
         "answers": {"prompts": 96, "held_out_prompts": 12, "tokens": 9_000, "seconds": 30.0},
-        "training": {"steps": 70, "steps_asked": 80, "seconds": 300.0, "tokens": 70_000, "vocab": 4_096},
+        "training": {
+            "steps": 70,
+            "steps_asked": 80,
+            "seconds": 300.0,
+            "tokens": 70_000,
+            "vocab": 4_096,
+            "prompt_tokens": 64,
+        },
     }
 
 

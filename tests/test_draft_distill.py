@@ -28,6 +28,7 @@ RECIPE = Distill(
     temperature=1.0,
     vocab=None,
     prompt_weight=0.0,
+    prompt_tokens=None,
     train_embedding=False,
     time_budget_s=60.0,
 )
@@ -164,6 +165,24 @@ def test_loss_is_the_kl_at_the_answers_positions_only(target, answers):
     ids_U = torch.arange(300)
     found = distill.batch_loss(draft, torch.eye(32), target.lm_head.weight, ids_U, answers[:3], RECIPE)
     assert found.item() == pytest.approx(reference_kl(target, draft, answers[:3]), rel=1e-3)
+
+
+def test_without_the_beginning_of_a_prompt_the_target_still_predicts_the_same(answers):
+    whole = answers[0]
+    assert whole.prompt_tokens > 4
+    short = whole.without_beginning(4)
+    assert short.ids_S.tolist() == whole.ids_S[whole.prompt_tokens - 4 :].tolist()
+    assert torch.equal(short.hidden_SD[short.first :], whole.hidden_SD[whole.first :])
+    assert len(short.hidden_SD) == len(short.ids_S) - 1
+    for as_it_is in (None, whole.prompt_tokens, whole.prompt_tokens + 1):
+        assert whole.without_beginning(as_it_is) == whole
+
+
+def test_training_reads_the_end_of_each_prompt_only(target, answers):
+    draft = distill.take_layers(target, RECIPE.layers)
+    recipe = dataclasses.replace(RECIPE, steps=1, batch_size=len(answers), prompt_tokens=1)
+    found = distill.train(draft, torch.eye(32), target.lm_head.weight, ALL, answers, recipe, seed=0)
+    assert found["tokens"] == sum(len(a.ids_S) - a.prompt_tokens for a in answers)
 
 
 def test_likely_ids_are_those_with_most_mass(target, answers):

@@ -38,6 +38,7 @@ RECIPE = Distill(
     temperature=1.0,
     vocab=100,
     prompt_weight=0.5,
+    prompt_tokens=4,
     train_embedding=False,
     time_budget_s=60.0,
 )

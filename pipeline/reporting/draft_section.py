@@ -19,13 +19,15 @@ def distilled(found: dict[str, Any]) -> str:
     training, answers = found["training"], found["answers"]
     layers = f"layer{'s' * (len(found['layers']) > 1)} {', '.join(map(str, found['layers']))}"
     short = training["steps"] < training["steps_asked"]
+    read = training["prompt_tokens"]
+    ends = f", each after the last {count(read)} tokens of its prompt" if read else ""
     asked = f" of {count(training['steps_asked'])} asked for (time budget)" if short else ""
     return (
         f"Made of {layers} of the target under its own embedding and norm and a head of its own "
         f"({number(found['parameters'] / 1e6)} M parameters): the target's head behind a linear map, fitted by least "
         f"squares, that leads from the draft's last hidden states to the target's. Then layers and map were trained to "
         f"give the target's next-token distribution on {count(answers['tokens'])} tokens of its own greedy answers to "
-        f"{count(answers['prompts'])} prompts: {count(training['steps'])} steps{asked}, {number(training['seconds'])} "
+        f"{count(answers['prompts'])} prompts{ends}: {count(training['steps'])} steps{asked}, {number(training['seconds'])} "
         f"s, after {number(answers['seconds'])} s of answering."
         f"{proposable(found)}\n\n{agreement(found)}"
     )
