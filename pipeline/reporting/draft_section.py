@@ -25,10 +25,10 @@ def distilled(found: dict[str, Any]) -> str:
     return (
         f"Made of {layers} of the target under its own embedding and norm and a head of its own "
         f"({number(found['parameters'] / 1e6)} M parameters): the target's head behind a linear map, fitted by least "
-        f"squares, that leads from the draft's last hidden states to the target's. Then layers and map were trained to "
-        f"give the target's next-token distribution on {count(answers['tokens'])} tokens of its own greedy answers to "
-        f"{count(answers['prompts'])} prompts{ends}: {count(training['steps'])} steps{asked}, {number(training['seconds'])} "
-        f"s, after {number(answers['seconds'])} s of answering."
+        f"squares, that leads from the draft's last hidden states to the target's. Then layers and map were trained "
+        f"to give the target's next-token distribution on {count(answers['tokens'])} tokens of its own greedy answers "
+        f"to {count(answers['prompts'])} prompts{ends}: {count(training['steps'])} steps{asked}, "
+        f"{number(training['seconds'])} s, after {number(answers['seconds'])} s of answering."
         f"{proposable(found)}\n\n{agreement(found)}"
     )
 
