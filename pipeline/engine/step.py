@@ -74,30 +74,29 @@ def attention(
     row_B1 = torch.arange(B, device=qkv.device)[:, None]
     keys_BGSD[row_B1, :, position_BT] = k_BTGD.to(keys_BGSD.dtype)
     values_BGSD[row_B1, :, position_BT] = v_BTGD.to(values_BGSD.dtype)
-    q_BHTD = q_BTHD.transpose(1, 2)
-    if qkv.device.type != "cpu":
-        mixed_BHTD = _attend(q_BHTD, keys_BGSD, values_BGSD, position_BT, window)
-    else:  # only what is seen: what is free in the cache must not decide how sums are rounded
-        seen = int(start_B.max())
-        keys, values = (t[:, :, : seen + T].to(qkv.dtype) for t in (keys_BGSD, values_BGSD))
-        parts = []
-        for t in range(0, T, QUERIES):
-            S, part = min(seen + t + QUERIES, seen + T), slice(t, t + QUERIES)
-            parts.append(_attend(q_BHTD[:, :, part], keys[:, :, :S], values[:, :, :S], position_BT[:, part], window))
-        mixed_BHTD = torch.cat(parts, 2)
+    block = T
+    if qkv.device.type == "cpu":  # only what is seen: else what is free in the cache would decide how sums are rounded
+        S, block = int(start_B.max()) + T, QUERIES
+    keys, values = (t[:, :, :S].to(qkv.dtype) for t in (keys_BGSD, values_BGSD))
+    position_S = torch.arange(S, device=qkv.device)
+    parts = []
+    for t in range(0, T, block):
+        queries, end = slice(t, t + block), min(S, S - T + t + block)
+        position_BT1 = position_BT[:, queries, None]
+        seen_BTS = position_S[:end] <= position_BT1
+        if window:
+            seen_BTS &= position_S[:end] > position_BT1 - window
+        parts.append(
+            F.scaled_dot_product_attention(
+                q_BTHD[:, queries].transpose(1, 2),
+                keys[:, :, :end],
+                values[:, :, :end],
+                attn_mask=seen_BTS[:, None],
+                enable_gqa=H != G,
+            )
+        )
+    mixed_BHTD = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
     return mixed_BHTD.transpose(1, 2).reshape(B * T, H * D)
-
-
-def _attend(
-    q_BHTD: torch.Tensor, keys_BGSD: torch.Tensor, values_BGSD: torch.Tensor, position_BT: torch.Tensor, window: int
-) -> torch.Tensor:
-    position_S = torch.arange(keys_BGSD.shape[2], device=q_BHTD.device)
-    seen_BTS = position_S <= position_BT[..., None]
-    if window:
-        seen_BTS &= position_S > position_BT[..., None] - window
-    keys, values = keys_BGSD.to(q_BHTD.dtype), values_BGSD.to(q_BHTD.dtype)
-    several = q_BHTD.shape[1] != keys_BGSD.shape[1]
-    return F.scaled_dot_product_attention(q_BHTD, keys, values, attn_mask=seen_BTS[:, None], enable_gqa=several)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ struct FixedRow {
 };
 
 // Codes lie in panels: a vector holds two columns of each of 8 outputs, and its product with two columns of x is 8 sums.
-// 8 columns are 16 words of 16 bits: nibble j of word 2 r + h is column 2 j + h of output r. w = (code - zero) * scale.
+// w = (code - zero) * scale.
 struct Int4 {
   const uint16_t* codes;
   const at::Half* scale;  // [P, G, 8]
@@ -68,9 +68,8 @@ struct Int4 {
       Sums dot[M] = {};
       for (int64_t k = g * group; k < (g + 1) * group; k += LANES) {
         expect(codes + (p * K + k) * 2);
-        const Bits four = raw<Bits>(codes + (p * K + k) * 2);
-        const Shorts w[4] = {(Shorts)(four & 15), (Shorts)(four >> 4 & 15), (Shorts)(four >> 8 & 15),
-                             (Shorts)(four >> 12)};
+        Shorts w[4];
+        unpack_nibbles(codes + (p * K + k) * 2, w);
         for (int m = 0; m < M; m++)
           dot[m] += (pair_sums(w[0], pair(x[m].x + k)) + pair_sums(w[1], pair(x[m].x + k + 2))) +
                     (pair_sums(w[2], pair(x[m].x + k + 4)) + pair_sums(w[3], pair(x[m].x + k + 6)));

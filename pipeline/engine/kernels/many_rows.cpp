@@ -75,7 +75,7 @@ struct Bf16 {
   }
 };
 
-// 4-bit codes (laid out as few_rows.cpp says) as integers of 16 bits: of 2 columns, 16 outputs.
+// 4-bit codes as integers of 16 bits: of 2 columns, 16 outputs.
 struct Int4 {
   const uint16_t* codes;
   const at::Half* scale;  // [P, G, 8]
@@ -94,8 +94,9 @@ struct Int4 {
     for (int64_t half = 0; half < 2; half++) {
       const int64_t p = std::min(n / LANES + half, (N - 1) / LANES);  // beyond the last one: cut off later
       for (int64_t k = begin; k < end; k += LANES) {
-        const Bits four = raw<Bits>(codes + (p * K + k) * 2);
-        for (int j = 0; j < 4; j++) to.pair[(k - begin) / 2 + j][half] = (Shorts)(four >> 4 * j & 15);
+        Shorts w[4];
+        unpack_nibbles(codes + (p * K + k) * 2, w);
+        for (int j = 0; j < 4; j++) to.pair[(k - begin) / 2 + j][half] = w[j];
       }
       for (int64_t g = begin / group; g < end / group; g++) {
         const int64_t at = (p * (K / group) + g) * LANES, i = g - begin / group;

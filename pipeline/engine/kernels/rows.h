@@ -44,6 +44,13 @@ struct FixedRows {
   }
 };
 
+// 8 columns of 4-bit codes of 8 outputs, 16 words of 16 bits: nibble j of word 2 r + h is column 2 j + h of output r. w[j]
+// holds columns 2 j and 2 j + 1 of each output.
+inline void unpack_nibbles(const uint16_t* codes, Shorts* w) {
+  const Bits four = raw<Bits>(codes);
+  for (int j = 0; j < 4; j++) w[j] = (Shorts)(four >> 4 * j & 15);
+}
+
 inline void check_rows(const at::Tensor& x, int64_t K, int64_t multiple) {
   TORCH_CHECK(x.dim() == 2 && x.size(1) == K && K % multiple == 0 && x.is_contiguous(), "linear: x of wrong shape");
   TORCH_CHECK(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "linear: x of wrong dtype");
