@@ -282,6 +282,18 @@ def test_speculation_that_decodes_faster_need_not_shorten_an_answer(tmp_path):
     assert "speculation pays: 1.10" in speed_text(tmp_path / "b", change, objective="throughput")
 
 
+def test_the_floor_that_a_claim_rests_on_is_shown(tmp_path):
+    def change(metrics):
+        metrics["noise_floor"] = {"value": 0.99, "low": 1 / 1.05, "high": 1.02}
+        metrics["noise_floor_answer"] = {"value": 1.01, "low": 0.99, "high": 1.031}
+
+    assert "no difference in speed below 5.0 % or in the time of an answer below 3.1 % is claimed." in text_of(
+        tmp_path / "a", benchmark=change
+    )
+    without = text_of(tmp_path / "b", benchmark=lambda metrics: metrics.pop("noise_floor_answer", None))
+    assert "the time of an answer below" not in without
+
+
 def speed_text(folder, change, objective="latency"):
     from pipeline.reporting import headline
 

@@ -144,10 +144,11 @@ def noise(study: Study) -> str:
     control = "Noise floor: a second copy of `base` ran as a control"
     if study.noise_floor is None or not study.noise_floor.known:
         return f"{control}, but gave no interval: no difference in speed is claimed."
-    beyond = 100 * (study.floor.high - 1)
+    floors = {"speed": study.floor, "the time of an answer": study.answer_floor}
+    beyond = [f"in {what} below {number(100 * (f.high - 1), digits=2)} %" for what, f in floors.items() if f.known]
     return (
-        f"{control}: {interval(study.noise_floor, places=3)} times the first; no difference in speed below "
-        f"{number(beyond, digits=2)} % is claimed."
+        f"{control}: {interval(study.noise_floor, places=3)} times the first; no difference {' or '.join(beyond)} is "
+        "claimed."
     )
 
 
