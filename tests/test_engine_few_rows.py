@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def within(y_MN, x_MK, weight_NK, dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M", [*range(1, 10), 17])
-@pytest.mark.parametrize(("N", "K"), [(64, 576), (101, 48), (1, 16), (333, 1536)])
+@pytest.mark.parametrize(("N", "K"), [(64, 576), (101, 96), (1, 32), (333, 1536)])
 def test_bf16_weights(M, N, K, dtype):
     generator = torch.Generator().manual_seed(M * N)
     weight_NK = torch.randn(N, K, generator=generator).bfloat16()
@@ -51,7 +53,7 @@ def test_bf16_weights(M, N, K, dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("M", [1, 6, 32, 245, 489])
-@pytest.mark.parametrize(("N", "K"), [(64, 576), (101, 48), (1, 16), (33, 1536)])
+@pytest.mark.parametrize(("N", "K"), [(64, 576), (101, 96), (1, 32), (33, 1536)])
 def test_bf16_weights_for_many_rows(M, N, K, dtype, monkeypatch):
     monkeypatch.setattr(few_rows, "beats_torch", lambda: True)
     generator = torch.Generator().manual_seed(M * N)
@@ -152,7 +154,7 @@ def test_the_largest_group_does_not_overflow(code):
 
 
 @needs_kernels
-@pytest.mark.parametrize("N", [8, 12])
+@pytest.mark.parametrize("N", [16, 12])
 def test_layers_of_whole_panels_join(N):
     codes = torch.randint(0, 16, (2, N, 64), dtype=torch.uint8)
     parts = [FewRowsInt4Linear(c, torch.rand(N, 2), torch.full((N, 2), 7), None) for c in codes]
@@ -162,6 +164,7 @@ def test_layers_of_whole_panels_join(N):
         assert torch.equal(whole(x_MK), torch.cat([part(x_MK) for part in parts], 1))
 
 
+@needs_kernels
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_nibbles_round_trip(N, blocks, seed):
@@ -201,6 +204,19 @@ def test_classes_given_are_classes_used(make_decoder, tmp_path):
         assert list(decoder.describe()["kernels"]) == list(classes)
         logits.append(decoder.forward(ids_T, decoder.new_cache(6)).float())
     torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["default", "avx2"])
+def test_the_kernels_for_shorter_vectors(level):
+    """What a CPU without AVX-512, or without AVX2, runs: torch can be told to take this one for such."""
+    if torch.backends.cpu.get_cpu_capability().lower() == level:
+        pytest.skip(f"this CPU's own: {level}")
+    files = [str(Path(__file__).with_name(f"test_engine_{name}.py")) for name in ("few_rows", "lean")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    done = subprocess.run(command, env=os.environ | {"ATEN_CPU_CAPABILITY": level}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_without_a_compiler_torch_serves_and_says_why(tmp_path):

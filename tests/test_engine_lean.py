@@ -107,7 +107,7 @@ def test_the_other_kernels_equal_their_torch_form():
     gate_up = torch.randn(5, 128, generator=generator) * 30
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -87.0])  # beyond what e^x holds
     torch.testing.assert_close(torch.ops.step.silu_mul(gate_up), step.silu_mul(gate_up), rtol=1e-6, atol=1e-30)
-    assert torch.ops.step.silu_mul(torch.full((1, 16), float("nan"))).isnan().all()
+    assert torch.ops.step.silu_mul(torch.full((1, 32), float("nan"))).isnan().all()
 
 
 @needs_kernels
@@ -231,7 +231,7 @@ def test_a_draft_that_can_say_few_ids_changes_no_answer(tmp_path):
     assert len(said) > 4
     draft = load_decoder(tmp_path, vocab_ids=said[2:], **options)
     full, few = (d.forward(torch.tensor([5, 17]), d.new_cache(2)) for d in (target, draft))
-    assert torch.equal(few, full[:, said[2:]])
+    torch.testing.assert_close(few, full[:, said[2:]])  # torch sums a shorter product in another order
     proposer = ModelProposer(draft, 128)
     done = generate(target, [5, 17, 99], proposer=proposer, draft_len=3, sampling=GREEDY, **ask)
     assert done.ids == plain.ids and 0 < sum(r.accepted for r in done.rounds) < sum(r.drafted for r in done.rounds)

@@ -1,7 +1,7 @@
 """Linear layers on the C++ kernels of kernels/few_rows.cpp and, from many rows on, kernels/many_rows.cpp.
 
-Legend: M rows (tokens), N output channels, K input channels, G groups of K, P panels of 8 output channels (the last one
-filled up with zeros): the kernels for codes make 8 outputs at once.
+Legend: M rows (tokens), N output channels, K input channels, G groups of K, P panels of L output channels (the last one
+filled up with zeros): the kernels for codes make L outputs at once, as many as floats fit in the CPU's vectors.
 """
 
 from __future__ import annotations
@@ -16,36 +16,42 @@ from torch import nn
 from pipeline.engine import native
 from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, shortest_s
 
-LANES = 8  # outputs of a panel; columns of codes that a kernel reads at once
+WORD = 8  # columns of codes that a kernel reads at once
 BLOCK = 64  # columns of x with a step of their own beside 8-bit codes
-INPUT_MULTIPLE = 16  # weights that bf16_linear reads at once
+INPUT_MULTIPLE = 32  # weights that bf16_linear reads at once with the longest vectors
 LARGEST_GROUP = 4096  # its sum is an integer of 32 bits
 MANY_ROWS = 32  # of x beside 4-bit codes: from here on unpacking them once for all rows is the faster way
-UNPACKED_COLUMNS = 640  # that many_rows holds at a time: a group must fit
 TIMED_MNK = 256, 576, 1536  # the product that chooses between many_rows and torch's GEMM
 
 
+@functools.cache
+def lanes() -> int:
+    """Outputs of a panel on this CPU, L."""
+    assert native.refusal() is None
+    return int(torch.ops.few_rows.lanes())
+
+
 def panels(t_N: torch.Tensor) -> torch.Tensor:
-    """[N, ...] -> [P, 8, ...]"""
-    short = -len(t_N) % LANES
+    """[N, ...] -> [P, L, ...]"""
+    short = -len(t_N) % lanes()
     filled = torch.cat([t_N, t_N.new_zeros(short, *t_N.shape[1:])]) if short else t_N
-    return filled.view(-1, LANES, *t_N.shape[1:])
+    return filled.view(-1, lanes(), *t_N.shape[1:])
 
 
 def pack_nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
-    """4-bit codes -> int16 [P, 2 K]: of 8 columns, nibble j of word 2 r + h is column 2 j + h of output r."""
-    P8Kjh = panels(codes_NK).view(-1, LANES, codes_NK.shape[1] // LANES, 4, 2)
-    words = torch.zeros(len(P8Kjh), P8Kjh.shape[2], LANES, 2, dtype=torch.int16)
+    """4-bit codes -> int16 [P, K L / 4]: of 8 columns, nibble j of word 2 r + h is column 2 j + h of output r."""
+    PLKjh = panels(codes_NK).view(-1, lanes(), codes_NK.shape[1] // WORD, 4, 2)
+    words = torch.zeros(len(PLKjh), PLKjh.shape[2], lanes(), 2, dtype=torch.int16)
     for j in range(4):
-        words |= P8Kjh[:, :, :, j].transpose(1, 2).to(torch.int16) << 4 * j
+        words |= PLKjh[:, :, :, j].transpose(1, 2).to(torch.int16) << 4 * j
     return words.view(len(words), -1)
 
 
 def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `pack_nibbles`: uint8 [8 P, K]."""
-    PKrh = words.view(len(words), -1, LANES, 2)
+    """The inverse of `pack_nibbles`: uint8 [P L, K]."""
+    PKrh = words.view(len(words), -1, lanes(), 2)
     PKrjh = torch.stack([(PKrh >> 4 * j & 15).to(torch.uint8) for j in range(4)], 3)
-    return PKrjh.transpose(1, 2).reshape(len(words) * LANES, -1)
+    return PKrjh.transpose(1, 2).reshape(len(words) * lanes(), -1)
 
 
 class FewRowsLinear(FullLinear):
@@ -66,12 +72,12 @@ class FewRowsLinear(FullLinear):
 class FewRowsInt8Linear(Int8Linear):
     """8-bit codes read once for all rows; x in 16-bit fixed point, one step for each 64 of it."""
 
-    # codes [P, 8 K]: of 2 columns, all outputs of the panel; scale [P, 8]
+    # codes [P, L K]: of 2 columns, all outputs of the panel; scale [P, L]
 
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> None:
         super().__init__(weight_NK, bias_N)
-        codes_P8Kh = panels(self.codes).view(-1, LANES, self.in_features // 2, 2)
-        self.codes = codes_P8Kh.transpose(1, 2).reshape(len(codes_P8Kh), -1)
+        codes_PLKh = panels(self.codes).view(-1, lanes(), self.in_features // 2, 2)
+        self.codes = codes_PLKh.transpose(1, 2).reshape(len(codes_PLKh), -1)
         self.scale = panels(self.scale)
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
@@ -79,19 +85,19 @@ class FewRowsInt8Linear(Int8Linear):
         return y_MN
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        part = slice(start // LANES, -(-stop // LANES))
-        codes_P8Kh, scale_P8 = _by_output(self.codes[part]), self.scale[part]
-        return (codes_P8Kh.flatten(2).float() * scale_P8.unsqueeze(-1)).flatten(0, 1)[: stop - start]
+        part = slice(start // lanes(), -(-stop // lanes()))
+        codes_PLKh, scale_PL = _by_output(self.codes[part]), self.scale[part]
+        return (codes_PLKh.flatten(2).float() * scale_PL.unsqueeze(-1)).flatten(0, 1)[: stop - start]
 
     @staticmethod
     def lookup(codes: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        p, r = ids // LANES, ids % LANES
+        p, r = ids // lanes(), ids % lanes()
         return _by_output(codes)[p, r].flatten(-2).float() * scale[p, r].unsqueeze(-1)
 
 
 def _by_output(codes: torch.Tensor) -> torch.Tensor:
-    """8-bit codes in panels as [P, 8, K / 2, 2]: a view."""
-    return codes.view(len(codes), -1, LANES, 2).transpose(1, 2)
+    """8-bit codes in panels as [P, L, K / 2, 2]: a view."""
+    return codes.view(len(codes), -1, lanes(), 2).transpose(1, 2)
 
 
 class FewRowsInt4Linear(PackedWeight):
@@ -100,9 +106,9 @@ class FewRowsInt4Linear(PackedWeight):
     x is taken in 16-bit fixed point, one step (the group's largest value / 32767) a group.
     """
 
-    codes: torch.Tensor  # [P, 2 K] as pack_nibbles leaves them
-    scales: torch.Tensor  # [P, G, 8] float16
-    zeros: torch.Tensor  # [P, G, 8] uint8
+    codes: torch.Tensor  # [P, K L / 4] as pack_nibbles leaves them
+    scales: torch.Tensor  # [P, G, L] float16
+    zeros: torch.Tensor  # [P, G, L] uint8
     output_dims: ClassVar[Mapping[str, int]] = {"codes": 0, "scales": 0, "zeros": 0}
 
     def __init__(
@@ -116,16 +122,16 @@ class FewRowsInt4Linear(PackedWeight):
 
     @property
     def joins(self) -> bool:
-        return self.out_features % LANES == 0
+        return self.out_features % lanes() == 0
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
-        many = len(x_MK) >= MANY_ROWS and self.group_size <= UNPACKED_COLUMNS  # the same sums to the bit
+        many = len(x_MK) >= MANY_ROWS and self.group_size <= torch.ops.many_rows.depth()  # the same sums to the bit
         op = torch.ops.many_rows if many else torch.ops.few_rows
         y_MN: torch.Tensor = op.int4_linear(x_MK, self.codes, self.scales, self.zeros, self.out_features)
         return y_MN
 
     def tile(self, start: int, stop: int) -> torch.Tensor:
-        part = slice(start // LANES, -(-stop // LANES))
+        part = slice(start // lanes(), -(-stop // lanes()))
         codes_NGg = unpack_nibbles(self.codes[part]).unflatten(1, (-1, self.group_size))
         zeros, scales = (t[part].transpose(1, 2).flatten(0, 1).float().unsqueeze(-1) for t in (self.zeros, self.scales))
         return ((codes_NGg.float() - zeros) * scales).flatten(1)[: stop - start]
@@ -170,7 +176,7 @@ def takes_int4(
     device: str,
 ) -> bool:
     """Whether codes can be a FewRowsInt4Linear here: bytes as zeros, float16 scales, groups of 8s that fill a row."""
-    fits = bits == 4 and K % group_size == 0 and group_size % LANES == 0 and group_size <= LARGEST_GROUP
+    fits = bits == 4 and K % group_size == 0 and group_size % WORD == 0 and group_size <= LARGEST_GROUP
     whole = not zeros.is_floating_point() or bool((zeros == zeros.round()).all() and (zeros >= 0).all())
     floats = dtype in (torch.bfloat16, torch.float32)
     halves = bool((scales.to(torch.float16).float() == scales.float()).all())

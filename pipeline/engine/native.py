@@ -27,7 +27,8 @@ LOGGER = logging.getLogger("pipeline")
 SOURCES = sorted(Path(__file__).parent.joinpath("kernels").glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.joinpath("kernels").glob("*.h"))
 FLAGS = ["-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
-CPU_FLAGS = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx2", "-mfma", "-mf16c"]}
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 
 
 @functools.cache
@@ -62,8 +63,11 @@ def _writable(folder: Path) -> bool:
 
 
 def _flags() -> list[str]:
+    level = torch.backends.cpu.get_cpu_capability()  # what torch itself would use, and ATEN_CPU_CAPABILITY lowers
+    vnni = ["-mavx512vnni"] if torch.cpu.get_capabilities().get("avx512_vnni") else []
+    cpu = {"AVX2": AVX2, "AVX512": [*AVX512, *vnni]}.get(level, [])
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [*FLAGS, *CPU_FLAGS.get(torch.backends.cpu.get_cpu_capability(), []), abi]
+    return [*FLAGS, *cpu, abi]
 
 
 @functools.cache

@@ -21,7 +21,7 @@ QUERIES = 64  # of a prompt that attend together, on a CPU: torch computes what 
 
 def operations(device: torch.device, rows: int, head_dim: int, widths: tuple[int, ...], cache: torch.dtype) -> Any:
     """The kernels where they apply (`widths`: of the rows of norms and gates), else the functions of this file."""
-    sizes = head_dim % 16 == 0 and all(w % 8 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
+    sizes = head_dim % 16 == 0 and all(w % 16 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
     if device.type != "cpu" or not sizes or native.refusal() is not None:
         return TORCH
     step = torch.ops.step

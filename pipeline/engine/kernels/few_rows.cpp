@@ -1,6 +1,6 @@
 // y = x w^T for few rows of x (decoding, verifying a draft) on a CPU, bound by reading w once.
 //
-// Legend: M rows of x, N outputs, K inputs, G groups of K, P panels of 8 outputs. Each weight is unpacked once and used
+// Legend: M rows of x, N outputs, K inputs, G groups of K, P panels of LANES outputs. Each weight is unpacked once and used
 // for several rows, so verifying several tokens costs little more than producing one. Every row's sums run in the same
 // order whatever M is: a token verified among others gets the logits, to the bit, that it would get alone.
 
@@ -21,7 +21,7 @@ constexpr int64_t MAX_ROWS = 6, GRAIN = 2;
 // Weights come from memory in order, but faster than the CPU looks ahead by itself: it stops at the end of a page.
 inline void expect(const void* p) { __builtin_prefetch((const char*)p + 4096); }
 
-// Row-major bfloat16: the even and the odd columns of 16 are each a shift or a mask away from float32. One output after the
+// Row-major bfloat16: the even and the odd columns of 2 LANES are each a shift or a mask away from float32. One output after the
 // other: reading several at once is faster from a cache, and slower from memory.
 struct Bf16 {
   const uint16_t* weights;
@@ -52,12 +52,12 @@ struct FixedRow {
   const int32_t* total_G;
 };
 
-// Codes lie in panels: a vector holds two columns of each of 8 outputs, and its product with two columns of x is 8 sums.
-// w = (code - zero) * scale.
+// Codes lie in panels: a vector holds two columns of each of LANES outputs, and its product with two columns of x is a sum
+// for each of them. w = (code - zero) * scale.
 struct Int4 {
   const uint16_t* codes;
-  const at::Half* scale;  // [P, G, 8]
-  const uint8_t* zero;    // [P, G, 8]
+  const at::Half* scale;  // [P, G, LANES]
+  const uint8_t* zero;    // [P, G, LANES]
   int64_t N, K, group;
 
   template <int M>
@@ -65,43 +65,43 @@ struct Int4 {
     const int64_t groups = K / group;
     for (int m = 0; m < M; m++) y[m] = Floats{};
     for (int64_t g = 0; g < groups; g++) {
-      Sums dot[M] = {};
-      for (int64_t k = g * group; k < (g + 1) * group; k += LANES) {
-        expect(codes + (p * K + k) * 2);
+      Sums dot[M][2] = {};  // in turns: one product does not wait for the last
+      for (int64_t k = g * group; k < (g + 1) * group; k += WORD) {
+        const uint16_t* words = codes + (p * K + k) * LANES / 4;
+        expect(words);
         Shorts w[4];
-        unpack_nibbles(codes + (p * K + k) * 2, w);
+        unpack_nibbles(words, w);
         for (int m = 0; m < M; m++)
-          dot[m] += (pair_sums(w[0], pair(x[m].x + k)) + pair_sums(w[1], pair(x[m].x + k + 2))) +
-                    (pair_sums(w[2], pair(x[m].x + k + 4)) + pair_sums(w[3], pair(x[m].x + k + 6)));
+          for (int j = 0; j < 4; j++) dot[m][j & 1] = add_pairs(dot[m][j & 1], w[j], pair(x[m].x + k + 2 * j));
       }
       const int64_t at = (p * groups + g) * LANES;
       const Floats scales = widened(scale + at);
       const Sums zeros = widened(zero + at);
       for (int m = 0; m < M; m++)
-        y[m] += __builtin_convertvector(dot[m] - zeros * x[m].total_G[g], Floats) * (scales * x[m].step_G[g]);
+        y[m] += __builtin_convertvector(dot[m][0] + dot[m][1] - zeros * x[m].total_G[g], Floats) * (scales * x[m].step_G[g]);
     }
   }
 };
 
-// 8-bit codes, one scale an output, in panels: of 2 columns, all 8 outputs; x in groups of 64
+// 8-bit codes, one scale an output, in panels: of 2 columns, all outputs; x in groups of 64
 struct Int8 {
   const int8_t* codes;
-  const float* scale;  // [P, 8]
+  const float* scale;  // [P, LANES]
   int64_t N, K;
 
   template <int M>
   void panel(int64_t p, const FixedRow* x, Floats* y) const {
     for (int m = 0; m < M; m++) y[m] = Floats{};
     for (int64_t g = 0; g < K / BLOCK; g++) {
-      Sums dot[M] = {};
-      for (int64_t k = g * BLOCK; k < (g + 1) * BLOCK; k += 8) {
+      Sums dot[M][2] = {};
+      for (int64_t k = g * BLOCK; k < (g + 1) * BLOCK; k += 4) {
         expect(codes + (p * K + k) * LANES);
-        Shorts w[4];
-        for (int j = 0; j < 4; j++) w[j] = widened(codes + (p * K + k + 2 * j) * LANES);
+        Shorts w[2];
+        for (int j = 0; j < 2; j++) w[j] = widened(codes + (p * K + k + 2 * j) * LANES);
         for (int m = 0; m < M; m++)
-          for (int j = 0; j < 4; j++) dot[m] += pair_sums(w[j], pair(x[m].x + k + 2 * j));
+          for (int j = 0; j < 2; j++) dot[m][j] = add_pairs(dot[m][j], w[j], pair(x[m].x + k + 2 * j));
       }
-      for (int m = 0; m < M; m++) y[m] += __builtin_convertvector(dot[m], Floats) * x[m].step_G[g];
+      for (int m = 0; m < M; m++) y[m] += __builtin_convertvector(dot[m][0] + dot[m][1], Floats) * x[m].step_G[g];
     }
     for (int m = 0; m < M; m++) y[m] *= load(scale + p * LANES);
   }
@@ -191,6 +191,7 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& codes, const at::T
 }  // namespace
 
 TORCH_LIBRARY(few_rows, m) {
+  m.def("lanes() -> int", [] { return LANES; });  // outputs of a panel
   m.def("bf16_linear(Tensor x, Tensor w) -> Tensor");
   m.def("int4_linear(Tensor x, Tensor codes, Tensor scale, Tensor zero, int outputs) -> Tensor");
   m.def("int8_linear(Tensor x, Tensor codes, Tensor scale, int outputs) -> Tensor");

@@ -1,7 +1,7 @@
 // y = x w^T for many rows of x (a prompt, texts to be scored, a batch) on a CPU, bound by its arithmetic.
 //
-// Legend: M rows of x, N outputs, K inputs, G groups of K, P panels of 8 outputs (few_rows.cpp says how codes lie in
-// them). 16 outputs at a time are unpacked into the nearest cache and multiplied there with 6 rows after the other (Goto
+// Legend: M rows of x, N outputs, K inputs, G groups of K, P panels of LANES outputs (few_rows.cpp says how codes lie
+// in them). 2 LANES outputs at a time are unpacked into the nearest cache and multiplied there with 6 rows after the other (Goto
 // and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", with the roles of the operands exchanged).
 // Sums run in the order of K whatever M is; those of codes are few_rows.cpp's to the bit.
 
@@ -22,25 +22,29 @@ constexpr int64_t WIDTH = 2 * LANES, STRIP = 6;  // outputs and rows of a tile: 
 constexpr int64_t DEPTH = 640;                   // columns unpacked at a time: with the rows they meet, in the two caches
 constexpr int64_t BAND = 40 * STRIP;             // rows that a thread goes through before it unpacks the next outputs
 
-// 8 x 8 floats, rows for columns: each stage exchanges halves twice as long
-inline void transpose(Floats* r) {
-  Floats t[LANES];
-  for (int i = 0; i < LANES; i += 2) {
-    t[i] = __builtin_shuffle(r[i], r[i + 1], Sums{0, 8, 2, 10, 4, 12, 6, 14});
-    t[i + 1] = __builtin_shuffle(r[i], r[i + 1], Sums{1, 9, 3, 11, 5, 13, 7, 15});
+// of rows S apart, blocks of S columns change places
+template <int S>
+inline void exchange(Floats* r) {
+  Sums first, second;
+  for (int l = 0; l < LANES; l++) {
+    first[l] = l & S ? LANES + (l ^ S) : l;
+    second[l] = l & S ? LANES + l : l ^ S;
   }
-  for (const int i : {0, 1, 4, 5}) {
-    r[i] = __builtin_shuffle(t[i], t[i + 2], Sums{0, 1, 8, 9, 4, 5, 12, 13});
-    r[i + 2] = __builtin_shuffle(t[i], t[i + 2], Sums{2, 3, 10, 11, 6, 7, 14, 15});
-  }
-  for (int i = 0; i < 4; i++) {
-    const Floats low = r[i], high = r[i + 4];
-    r[i] = __builtin_shuffle(low, high, Sums{0, 1, 2, 3, 8, 9, 10, 11});
-    r[i + 4] = __builtin_shuffle(low, high, Sums{4, 5, 6, 7, 12, 13, 14, 15});
-  }
+  for (int i = 0; i < LANES; i++)
+    if (!(i & S)) {
+      const Floats low = r[i], high = r[i + S];
+      r[i] = __builtin_shuffle(low, high, first);
+      r[i + S] = __builtin_shuffle(low, high, second);
+    }
 }
 
-// Row-major bfloat16 [N, K] as float32: of each column, 16 outputs.
+// LANES x LANES floats, rows for columns
+inline void transpose(Floats* r) {
+  exchange<1>(r), exchange<2>(r), exchange<4>(r);
+  if constexpr (LANES > 8) exchange<8>(r);
+}
+
+// Row-major bfloat16 [N, K] as float32: of each column, 2 LANES outputs.
 struct Bf16 {
   const c10::BFloat16* weights;
   const float* x;
@@ -75,27 +79,27 @@ struct Bf16 {
   }
 };
 
-// 4-bit codes as integers of 16 bits: of 2 columns, 16 outputs.
+// 4-bit codes as integers of 16 bits: of 2 columns, 2 LANES outputs.
 struct Int4 {
   const uint16_t* codes;
-  const at::Half* scale;  // [P, G, 8]
-  const uint8_t* zero;    // [P, G, 8]
+  const at::Half* scale;  // [P, G, LANES]
+  const uint8_t* zero;    // [P, G, LANES]
   const FixedRows& x;
   int64_t N, K, group;
   const int64_t step = group;
 
   struct Panel {
     Shorts pair[DEPTH / 2][2];
-    Floats scale[DEPTH / LANES][2];
-    Sums zero[DEPTH / LANES][2];
+    Floats scale[DEPTH / WORD][2];
+    Sums zero[DEPTH / WORD][2];
   };
 
   void unpack(int64_t n, int64_t begin, int64_t end, Panel& to) const {
     for (int64_t half = 0; half < 2; half++) {
       const int64_t p = std::min(n / LANES + half, (N - 1) / LANES);  // beyond the last one: cut off later
-      for (int64_t k = begin; k < end; k += LANES) {
+      for (int64_t k = begin; k < end; k += WORD) {
         Shorts w[4];
-        unpack_nibbles(codes + (p * K + k) * 2, w);
+        unpack_nibbles(codes + (p * K + k) * LANES / 4, w);
         for (int j = 0; j < 4; j++) to.pair[(k - begin) / 2 + j][half] = w[j];
       }
       for (int64_t g = begin / group; g < end / group; g++) {
@@ -116,8 +120,8 @@ struct Int4 {
 #pragma GCC unroll 6
         for (int i = 0; i < M; i++) {
           const Shorts two = pair(row + i * K + k);
-          dot[i][0] += pair_sums(a, two);
-          dot[i][1] += pair_sums(b, two);
+          dot[i][0] = add_pairs(dot[i][0], a, two);
+          dot[i][1] = add_pairs(dot[i][1], b, two);
         }
       }
       const int64_t at = g - begin / group;
@@ -187,6 +191,7 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& codes, const at::T
 }  // namespace
 
 TORCH_LIBRARY(many_rows, m) {
+  m.def("depth() -> int", [] { return DEPTH; });  // the largest group
   m.def("bf16_linear(Tensor x, Tensor w) -> Tensor");
   m.def("int4_linear(Tensor x, Tensor codes, Tensor scale, Tensor zero, int outputs) -> Tensor");
 }

@@ -127,22 +127,25 @@ struct Attention {
       total += weight;
     }
     const float inverse = 1 / sum(total);
-    for (int64_t d = 0; d < D; d += 2 * LANES) mix(room, value + first * D + d, count, inverse, out + d);
+    int64_t d = 0;
+    for (; d + 2 * LANES <= D; d += 2 * LANES) mix<2>(room, value + first * D + d, count, inverse, out + d);
+    if (d < D) mix<1>(room, value + first * D + d, count, inverse, out + d);
   }
 
-  // 16 columns of the values, weighted; four sums of each take turns, so that one product does not wait for the last
+  // W LANES columns of the values, weighted; four sums of each take turns, so that one product does not wait for the last
+  template <int W>
   void mix(const float* weight, const C* value, int64_t count, float inverse, float* out) const {
-    Floats acc[4][2] = {};
+    Floats acc[4][W] = {};
     int64_t s = 0;
     const auto add = [&](int64_t turn) {
-      for (int64_t half = 0; half < 2; half++) acc[turn][half] += weight[s] * load(value + s * D + half * LANES);
+      for (int64_t i = 0; i < W; i++) acc[turn][i] += weight[s] * load(value + s * D + i * LANES);
       s++;
     };
     while (s + 4 <= count)
       for (int64_t turn = 0; turn < 4; turn++) add(turn);
     while (s < count) add(0);
-    for (int64_t half = 0; half < 2; half++)
-      store(out + half * LANES, ((acc[0][half] + acc[1][half]) + (acc[2][half] + acc[3][half])) * inverse);
+    for (int64_t i = 0; i < W; i++)
+      store(out + i * LANES, ((acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i])) * inverse);
   }
 
   void run(const float* qkv, float* out) const {
@@ -169,7 +172,7 @@ at::Tensor attention(at::Tensor qkv, const std::optional<at::Tensor>& q_norm, co
                      at::Tensor values, int64_t window) {
   const int64_t B = keys.size(0), G = keys.size(1), S = keys.size(2), D = keys.size(3), M = qkv.size(0), T = M / B;
   const int64_t H = qkv.size(1) / D - 2 * G;
-  TORCH_CHECK(qkv.is_contiguous() && keys.is_contiguous() && values.is_contiguous() && D % (2 * LANES) == 0 && H % G == 0,
+  TORCH_CHECK(qkv.is_contiguous() && keys.is_contiguous() && values.is_contiguous() && D % LANES == 0 && H % G == 0,
               "step: wrong shape");
   for (int64_t b = 0; b < B; b++) {
     const int64_t end = start.const_data_ptr<int64_t>()[b] + T;
