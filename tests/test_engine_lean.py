@@ -76,9 +76,9 @@ def test_logits_equal_transformers(make_decoder, family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("T", [4, 150])  # in torch's form the latter's queries attend in three blocks
-def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms, T):
-    B, H, G, D, S = 3, 6, 2, 32, 36 + T
+@pytest.mark.parametrize(("T", "D"), [(4, 48), (150, 32)])  # a part of a block of queries, and several of them
+def test_the_attention_kernel_equals_its_torch_form(dtype, window, norms, T, D):
+    B, H, G, S = 3, 6, 2, 36 + T
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(B * T, (H + 2 * G) * D, generator=generator)
     cache = [torch.randn(B, G, S, D, generator=generator).to(dtype) for _ in range(2)]
@@ -133,6 +133,29 @@ def test_room_in_the_cache_changes_no_bit(tokens, head_dim, operations):
 
     due = mixed(0)
     assert all(torch.equal(mixed(room), due) for room in (1, 2, 7, 16, 49, 50, 57, 64))
+
+
+@needs_kernels
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_token_attends_among_others_as_it_does_alone(window):
+    H, G, D, tokens, generator = 6, 2, 32, 90, torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, (H + 2 * G) * D, generator=generator)
+    angle = torch.randn(tokens, D // 2, generator=generator)
+
+    def mixed(together: int) -> torch.Tensor:
+        keys, values = (torch.zeros(1, G, tokens, D, dtype=torch.bfloat16) for _ in range(2))
+        tables = angle.cos(), angle.sin()
+        parts = [
+            torch.ops.step.attention(
+                rows.clone(), None, None, 1e-5, *tables, torch.tensor([i * together]), keys, values, window
+            )
+            for i, rows in enumerate(qkv.split(together))
+        ]
+        return torch.cat(parts)
+
+    alone = mixed(1)
+    assert all(torch.equal(mixed(together), alone) for together in (2, 3, 7, 33, 64, 90))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

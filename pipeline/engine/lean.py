@@ -105,7 +105,7 @@ class LeanModel(nn.Module):
     ) -> torch.Tensor:
         """x_MD after the last norm; writes the cache at `start_B` and following."""
         x_MD = self.embedding(ids_M).to(activations)
-        op = step.operations(x_MD.device, len(x_MD), self.head_dim, self.widths, cache.keys[0].dtype)
+        op = step.operations(x_MD.device, self.head_dim, self.widths, cache.keys[0].dtype)
         y_MD = torch.zeros_like(x_MD)
         add_norm, attention, silu_mul = op.add_norm, op.attention, op.silu_mul
         eps, cos, sin = self.eps, cache.cos_PD, cache.sin_PD

@@ -1,5 +1,5 @@
-"""What a decoding step does between its linear layers, in torch: on a GPU, for a prompt's attention, and as the
-reference for kernels/step.cpp, which has the same functions (torch.ops.step) on a CPU.
+"""What a decoding step does between its linear layers, in torch: on a GPU, and as the reference for kernels/step.cpp,
+which has the same functions (torch.ops.step) on a CPU.
 
 Legend: B sequences, T tokens of each, M = B T rows, D features of a row or of a head, H query heads, G key/value heads,
 S positions of the cache, P positions of the rotary tables.
@@ -15,19 +15,13 @@ import torch.nn.functional as F
 
 from pipeline.engine import native
 
-FEW_ROWS = 32  # beyond, torch's attention is faster: it multiplies blocks of rows
-QUERIES = 64  # of a prompt that attend together, on a CPU: torch computes what is hidden from the first of them as well
 
-
-def operations(device: torch.device, rows: int, head_dim: int, widths: tuple[int, ...], cache: torch.dtype) -> Any:
+def operations(device: torch.device, head_dim: int, widths: tuple[int, ...], cache: torch.dtype) -> Any:
     """The kernels where they apply (`widths`: of the rows of norms and gates), else the functions of this file."""
     sizes = head_dim % 16 == 0 and all(w % 16 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
     if device.type != "cpu" or not sizes or native.refusal() is not None:
         return TORCH
-    step = torch.ops.step
-    if rows <= FEW_ROWS:
-        return step
-    return SimpleNamespace(add_norm=step.add_norm, silu_mul=step.silu_mul, attention=attention)
+    return torch.ops.step
 
 
 def rms_norm(x_MD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -74,28 +68,19 @@ def attention(
     row_B1 = torch.arange(B, device=qkv.device)[:, None]
     keys_BGSD[row_B1, :, position_BT] = k_BTGD.to(keys_BGSD.dtype)
     values_BGSD[row_B1, :, position_BT] = v_BTGD.to(values_BGSD.dtype)
-    block = T
     if qkv.device.type == "cpu":  # only what is seen: else what is free in the cache would decide how sums are rounded
-        S, block = int(start_B.max()) + T, QUERIES
-    keys, values = (t[:, :, :S].to(qkv.dtype) for t in (keys_BGSD, values_BGSD))
+        S = int(start_B.max()) + T
     position_S = torch.arange(S, device=qkv.device)
-    parts = []
-    for t in range(0, T, block):
-        queries, end = slice(t, t + block), min(S, S - T + t + block)
-        position_BT1 = position_BT[:, queries, None]
-        seen_BTS = position_S[:end] <= position_BT1
-        if window:
-            seen_BTS &= position_S[:end] > position_BT1 - window
-        parts.append(
-            F.scaled_dot_product_attention(
-                q_BTHD[:, queries].transpose(1, 2),
-                keys[:, :, :end],
-                values[:, :, :end],
-                attn_mask=seen_BTS[:, None],
-                enable_gqa=H != G,
-            )
-        )
-    mixed_BHTD = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    seen_BTS = position_S <= position_BT[..., None]
+    if window:
+        seen_BTS &= position_S > position_BT[..., None] - window
+    mixed_BHTD = F.scaled_dot_product_attention(
+        q_BTHD.transpose(1, 2),
+        keys_BGSD[:, :, :S].to(qkv.dtype),
+        values_BGSD[:, :, :S].to(qkv.dtype),
+        attn_mask=seen_BTS[:, None],
+        enable_gqa=H != G,
+    )
     return mixed_BHTD.transpose(1, 2).reshape(B * T, H * D)
 
 

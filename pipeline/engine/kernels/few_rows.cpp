@@ -21,8 +21,8 @@ constexpr int64_t MAX_ROWS = 6, GRAIN = 2;
 // Weights come from memory in order, but faster than the CPU looks ahead by itself: it stops at the end of a page.
 inline void expect(const void* p) { __builtin_prefetch((const char*)p + 4096); }
 
-// Row-major bfloat16: the even and the odd columns of 2 LANES are each a shift or a mask away from float32. One output after the
-// other: reading several at once is faster from a cache, and slower from memory.
+// Row-major bfloat16: the even and the odd columns of 2 LANES are each a shift or a mask away from float32. One output after
+// the other: reading several at once is faster from a cache, and slower from memory.
 struct Bf16 {
   const uint16_t* weights;
   int64_t N, K;

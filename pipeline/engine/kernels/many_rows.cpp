@@ -1,8 +1,8 @@
 // y = x w^T for many rows of x (a prompt, texts to be scored, a batch) on a CPU, bound by its arithmetic.
 //
 // Legend: M rows of x, N outputs, K inputs, G groups of K, P panels of LANES outputs (few_rows.cpp says how codes lie
-// in them). 2 LANES outputs at a time are unpacked into the nearest cache and multiplied there with 6 rows after the other (Goto
-// and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", with the roles of the operands exchanged).
+// in them). 2 LANES outputs at a time are unpacked into the nearest cache and multiplied there with 6 rows after the other
+// (Goto and van de Geijn 2008, "Anatomy of high-performance matrix multiplication", the roles of the operands exchanged).
 // Sums run in the order of K whatever M is; those of codes are few_rows.cpp's to the bit.
 
 #include <ATen/Parallel.h>
@@ -21,28 +21,6 @@ namespace {
 constexpr int64_t WIDTH = 2 * LANES, STRIP = 6;  // outputs and rows of a tile: its 12 sums stay in registers
 constexpr int64_t DEPTH = 640;                   // columns unpacked at a time: with the rows they meet, in the two caches
 constexpr int64_t BAND = 40 * STRIP;             // rows that a thread goes through before it unpacks the next outputs
-
-// of rows S apart, blocks of S columns change places
-template <int S>
-inline void exchange(Floats* r) {
-  Sums first, second;
-  for (int l = 0; l < LANES; l++) {
-    first[l] = l & S ? LANES + (l ^ S) : l;
-    second[l] = l & S ? LANES + l : l ^ S;
-  }
-  for (int i = 0; i < LANES; i++)
-    if (!(i & S)) {
-      const Floats low = r[i], high = r[i + S];
-      r[i] = __builtin_shuffle(low, high, first);
-      r[i + S] = __builtin_shuffle(low, high, second);
-    }
-}
-
-// LANES x LANES floats, rows for columns
-inline void transpose(Floats* r) {
-  exchange<1>(r), exchange<2>(r), exchange<4>(r);
-  if constexpr (LANES > 8) exchange<8>(r);
-}
 
 // Row-major bfloat16 [N, K] as float32: of each column, 2 LANES outputs.
 struct Bf16 {

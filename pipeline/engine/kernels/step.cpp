@@ -1,6 +1,5 @@
 // What a decoding step does between its linear layers, in float32 on a CPU: one call each, so that a step of a small model
-// is not spent in dispatching small operations. `engine/step.py` says the same in torch, and is faster for the attention
-// of many rows.
+// is not spent in dispatching small operations. `engine/step.py` says the same in torch.
 //
 // Legend: M = B T rows (T tokens of each of B sequences), D features of a row or of a head, H query heads, G key/value
 // heads, S positions of the cache, P positions of the rotary tables. The cache is bfloat16 or float32.
@@ -18,18 +17,19 @@
 
 namespace {
 
-constexpr int64_t NORMS = 32;  // rows of a norm that are worth a thread
+constexpr int64_t NORMS = 32, ROTATIONS = 16;  // rows of a norm, or to be rotated, that are worth a thread
 
 // e^x = 2^n e^r with |r| <= ln 2 / 2; the polynomial is Taylor's to the 7th power, its remainder below 2^-24 of e^r.
-// Beyond what a float holds x is taken as the limit.
+// Below what a float holds it is 0; above x is taken as the limit.
 inline Floats exp(Floats x) {
-  x = x < -87.0f ? Floats{} - 87.0f : x > 88.0f ? Floats{} + 88.0f : x;
+  const auto none = x < -87.0f;
+  x = none ? Floats{} : x > 88.0f ? Floats{} + 88.0f : x;
   const Floats scaled = x * 1.44269504f;
   const Sums n = __builtin_convertvector(scaled + (scaled < 0 ? Floats{} - 0.5f : Floats{} + 0.5f), Sums);
   const Floats whole = __builtin_convertvector(n, Floats), r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
   Floats p = Floats{} + 1.0f / 5040;
   for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = p * r + c;
-  return p * (Floats)((n + 127) << 23);
+  return none ? Floats{} : p * (Floats)((n + 127) << 23);
 }
 
 template <class W>
@@ -88,82 +88,149 @@ void rotate(float* x, const float* cos, const float* sin, int64_t D) {
   }
 }
 
+// TOKENS of a sequence attend together, with all the heads that share keys: each key is read once for them. Blocks of keys
+// start at multiples of WIDTH, and what a row does not see weighs exactly 0: a token's sums run in the same order whatever
+// is computed beside it.
 template <class C>
 struct Attention {
+  static constexpr int64_t WIDTH = 2 * LANES, STRIP = 6, TOKENS = 32;
   int64_t B, T, H, G, D, S, window;
-  const int64_t* start;  // [B]
+  const int64_t* start;    // [B]
   const float *cos, *sin;  // [P, D / 2]
   C *keys, *values;        // [B, G, S, D]
 
-  void append(float* qkv) const {
-    for (int64_t b = 0; b < B; b++)
-      for (int64_t t = 0; t < T; t++) {
-        float* row = qkv + (b * T + t) * (H + 2 * G) * D;
-        const int64_t position = start[b] + t;
+  struct Room {
+    std::vector<Floats> panel;      // [D, 2]: of each feature, WIDTH keys
+    std::vector<float> weights;     // [rows, keys]
+    std::vector<const float*> row;  // of queries
+    std::vector<float*> out;
+  };
+
+  // norms of q and k where given, rotation, and their keys and values into the cache
+  void append(float* qkv, const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
+              double eps) const {
+    at::parallel_for(0, B * T, ROTATIONS, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; m++) {
+        const int64_t b = m / T, position = start[b] + m % T;
+        float* row = qkv + m * (H + 2 * G) * D;
+        if (q_norm) normalize_rows(row, *q_norm, eps, row, H);
+        if (k_norm) normalize_rows(row + H * D, *k_norm, eps, row + H * D, G);
         for (int64_t h = 0; h < H + G; h++) rotate(row + h * D, cos + position * D / 2, sin + position * D / 2, D);
         for (int64_t g = 0; g < G; g++) {
           std::copy_n(row + (H + g) * D, D, keys + ((b * G + g) * S + position) * D);
           std::copy_n(row + (H + G + g) * D, D, values + ((b * G + g) * S + position) * D);
         }
       }
+    });
   }
 
-  void head(const float* query, int64_t b, int64_t g, int64_t position, float* room, float* out) const {
-    const C *key = keys + (b * G + g) * S * D, *value = values + (b * G + g) * S * D;
-    const int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0, count = position - first + 1;
-    const float scale = 1 / std::sqrt((float)D);
-    float largest = -INFINITY;
+  // products of M queries with the WIDTH keys of the panel
+  template <int M>
+  void score(const Floats* panel, const float* const* row, float scale, float* to, int64_t stride) const {
+    Floats acc[M][2] = {};
+    for (int64_t d = 0; d < D; d++)
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++) {
+        acc[m][0] += row[m][d] * panel[2 * d];
+        acc[m][1] += row[m][d] * panel[2 * d + 1];
+      }
+    for (int m = 0; m < M; m++)
+      for (int half = 0; half < 2; half++) store(to + m * stride + half * LANES, acc[m][half] * scale);
+  }
+
+  // W LANES columns of the values, weighted for M queries
+  template <int M, int W>
+  void mix(const float* weight, int64_t stride, const C* value, int64_t count, const float* inverse, float* const* out,
+           int64_t d) const {
+    Floats acc[M][W] = {};
     for (int64_t s = 0; s < count; s++) {
-      Floats dot = {};
-      for (int64_t d = 0; d < D; d += LANES) dot += load(query + d) * load(key + (first + s) * D + d);
-      room[s] = sum(dot) * scale;
-      largest = std::max(largest, room[s]);
+      Floats v[W];
+      for (int w = 0; w < W; w++) v[w] = load(value + s * D + d + w * LANES);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++)
+        for (int w = 0; w < W; w++) acc[m][w] += weight[m * stride + s] * v[w];
     }
-    std::fill(room + count, room + (count + LANES - 1) / LANES * LANES, -INFINITY);
-    Floats total = {};
-    for (int64_t s = 0; s < count; s += LANES) {
-      const Floats weight = exp(load(room + s) - largest);
-      store(room + s, weight);
-      total += weight;
-    }
-    const float inverse = 1 / sum(total);
-    int64_t d = 0;
-    for (; d + 2 * LANES <= D; d += 2 * LANES) mix<2>(room, value + first * D + d, count, inverse, out + d);
-    if (d < D) mix<1>(room, value + first * D + d, count, inverse, out + d);
+    for (int m = 0; m < M; m++)
+      for (int w = 0; w < W; w++) store(out[m] + d + w * LANES, acc[m][w] * inverse[m]);
   }
 
-  // W LANES columns of the values, weighted; four sums of each take turns, so that one product does not wait for the last
-  template <int W>
-  void mix(const float* weight, const C* value, int64_t count, float inverse, float* out) const {
-    Floats acc[4][W] = {};
-    int64_t s = 0;
-    const auto add = [&](int64_t turn) {
-      for (int64_t i = 0; i < W; i++) acc[turn][i] += weight[s] * load(value + s * D + i * LANES);
-      s++;
-    };
-    while (s + 4 <= count)
-      for (int64_t turn = 0; turn < 4; turn++) add(turn);
-    while (s < count) add(0);
-    for (int64_t i = 0; i < W; i++)
-      store(out + i * LANES, ((acc[0][i] + acc[1][i]) + (acc[2][i] + acc[3][i])) * inverse);
+  // tokens t..t + count of sequence b, the heads that share keys g
+  void block(const float* qkv, int64_t b, int64_t g, int64_t t, int64_t count, Room& room, float* out) const {
+    const int64_t heads = H / G, rows = count * heads, first = start[b] + t, end = first + count;
+    const int64_t begin = window ? std::max<int64_t>(0, first - window + 1) / WIDTH * WIDTH : 0;
+    const int64_t stride = (end - begin + WIDTH - 1) / WIDTH * WIDTH;
+    const C *key = keys + (b * G + g) * S * D, *value = values + ((b * G + g) * S + begin) * D;
+    room.panel.resize(2 * D), room.weights.resize(rows * stride), room.row.clear(), room.out.clear();
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t m = b * T + t + i / heads, h = g * heads + i % heads;
+      room.row.push_back(qkv + (m * (H + 2 * G) + h) * D);
+      room.out.push_back(out + (m * H + h) * D);
+    }
+    for (int64_t s = begin; s < end; s += WIDTH) {
+      for (int64_t half = 0; half < 2; half++)
+        for (int64_t d = 0; d < D; d += LANES) {
+          Floats r[LANES];
+          for (int64_t i = 0; i < LANES; i++) r[i] = load(key + std::min(s + half * LANES + i, end - 1) * D + d);
+          transpose(r);
+          for (int64_t i = 0; i < LANES; i++) room.panel[2 * (d + i) + half] = r[i];
+        }
+      strips(rows, [&]<int M>(int64_t i) {
+        score<M>(room.panel.data(), &room.row[i], 1 / std::sqrt((float)D), &room.weights[i * stride + s - begin], stride);
+      });
+    }
+    std::vector<float> inverse(rows);
+    for (int64_t i = 0; i < rows; i++) {
+      const int64_t seen = first + i / heads + 1 - begin;
+      inverse[i] = 1 / soften(&room.weights[i * stride], window ? std::max<int64_t>(0, seen - window) : 0, seen, stride);
+    }
+    strips(rows, [&]<int M>(int64_t i) {
+      const float* weight = &room.weights[i * stride];
+      int64_t d = 0;
+      for (; d + WIDTH <= D; d += WIDTH) mix<M, 2>(weight, stride, value, end - begin, &inverse[i], &room.out[i], d);
+      if (d < D) mix<M, 1>(weight, stride, value, end - begin, &inverse[i], &room.out[i], d);
+    });
+  }
+
+  // scores -> e^(score - largest), 0 where not from..to; returns their sum
+  static float soften(float* weight, int64_t from, int64_t to, int64_t count) {
+    std::fill(weight, weight + from, -INFINITY);
+    std::fill(weight + to, weight + count, -INFINITY);
+    Floats most = Floats{} - INFINITY, total = {};
+    for (int64_t s = 0; s < count; s += LANES) {
+      const Floats w = load(weight + s);
+      most = w > most ? w : most;
+    }
+    float largest = most[0];
+    for (int64_t i = 1; i < LANES; i++) largest = std::max(largest, most[i]);
+    for (int64_t s = 0; s < count; s += LANES) {
+      const Floats w = exp(load(weight + s) - largest);
+      store(weight + s, w);
+      total += w;
+    }
+    return sum(total);
+  }
+
+  template <class Do>
+  static void strips(int64_t rows, const Do& run) {
+    for (int64_t i = 0; i < rows; i += STRIP) switch (std::min(STRIP, rows - i)) {
+#define ROWS(R) case R: run.template operator()<R>(i); break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#undef ROWS
+      }
   }
 
   void run(const float* qkv, float* out) const {
-    at::parallel_for(0, B * T * H, 1, [&](int64_t begin, int64_t end) {
-      std::vector<float> room(S + LANES);
+    const int64_t blocks = (T + TOKENS - 1) / TOKENS;
+    at::parallel_for(0, B * G * blocks, 1, [&](int64_t begin, int64_t end) {
+      Room room;
       for (int64_t i = begin; i < end; i++) {
-        const int64_t row = i / H, h = i % H, b = row / T;
-        head(qkv + (row * (H + 2 * G) + h) * D, b, h / (H / G), start[b] + row % T, room.data(), out + i * D);
+        // a late block sees more: first, last, second, last but one, ... so that each thread has of both
+        const int64_t n = i % blocks, t = (n % 2 ? blocks - 1 - n / 2 : n / 2) * TOKENS;
+        block(qkv, i / blocks / G, i / blocks % G, t, std::min(TOKENS, T - t), room, out);
       }
     });
   }
 };
-
-template <class C>
-void attend(const Attention<C>& a, float* qkv, float* out) {
-  a.append(qkv);
-  a.run(qkv, out);
-}
 
 // qkv [M, (H + 2 G) D] (changed in place: norms of q and k where given, rotation), tables [P, D / 2], start [B];
 // writes keys and values [B, G, S, D] at start..start + T; window 0 = all positions. Returns [M, H D].
@@ -178,16 +245,12 @@ at::Tensor attention(at::Tensor qkv, const std::optional<at::Tensor>& q_norm, co
     const int64_t end = start.const_data_ptr<int64_t>()[b] + T;
     TORCH_CHECK(end <= S && end <= cos.size(0), "step: beyond the cache or the context");
   }
-  float* rows = qkv.data_ptr<float>();
-  for (int64_t m = 0; m < M && q_norm; m++) {
-    float* row = rows + m * (H + 2 * G) * D;
-    normalize_rows(row, *q_norm, eps, row, H);
-    normalize_rows(row + H * D, *k_norm, eps, row + H * D, G);
-  }
   at::Tensor out = at::empty({M, H * D}, qkv.options());
   const auto with = [&](auto* k, auto* v) {
-    attend(Attention{B, T, H, G, D, S, window, start.const_data_ptr<int64_t>(), cos.const_data_ptr<float>(),
-                     sin.const_data_ptr<float>(), k, v}, rows, out.data_ptr<float>());
+    const Attention attention{B, T, H, G, D, S, window, start.const_data_ptr<int64_t>(), cos.const_data_ptr<float>(),
+                              sin.const_data_ptr<float>(), k, v};
+    attention.append(qkv.data_ptr<float>(), q_norm, k_norm, eps);
+    attention.run(qkv.const_data_ptr<float>(), out.data_ptr<float>());
   };
   if (keys.scalar_type() == at::kFloat) with(keys.data_ptr<float>(), values.data_ptr<float>());
   else with(keys.data_ptr<at::BFloat16>(), values.data_ptr<at::BFloat16>());

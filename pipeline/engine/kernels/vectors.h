@@ -41,6 +41,28 @@ inline float sum(Floats v) {
   return e[0] + e[1];
 }
 
+// of rows S apart, blocks of S columns change places
+template <int S>
+inline void exchange(Floats* r) {
+  Sums first, second;
+  for (int l = 0; l < LANES; l++) {
+    first[l] = l & S ? LANES + (l ^ S) : l;
+    second[l] = l & S ? LANES + l : l ^ S;
+  }
+  for (int i = 0; i < LANES; i++)
+    if (!(i & S)) {
+      const Floats low = r[i], high = r[i + S];
+      r[i] = __builtin_shuffle(low, high, first);
+      r[i + S] = __builtin_shuffle(low, high, second);
+    }
+}
+
+// LANES x LANES floats, rows for columns
+inline void transpose(Floats* r) {
+  exchange<1>(r), exchange<2>(r), exchange<4>(r);
+  if constexpr (LANES > 8) exchange<8>(r);
+}
+
 // to + neighbouring products: lane i is to[i] + a[2i] b[2i] + a[2i+1] b[2i+1]
 inline Sums add_pairs(Sums to, Shorts a, Shorts b) {
 #if defined(__AVX512VNNI__)
