@@ -86,7 +86,11 @@ def speculation(row: Row, study: Study) -> str:
     if study.recommendation.objective == "latency" and whole and not differs_from_one(whole, study.answer_floor):
         decoded = f"speculation decodes {ratio(gained)} times as fast at K = {spec.draft_len}"
         return f"{decoded}, but an answer with its prompt's reading takes as long ({ratio(whole)})"
-    return f"speculation pays: {shown}"
+    if spec is study.choice and spec.target == "base":  # its decode speed over plain decoding's is said already
+        shown = f"K = {spec.draft_len}" if whole is None else f"an answer comes {ratio(whole)} times as fast"
+    elif whole is not None:
+        shown += f", {ratio(whole)} for an answer"
+    return f"speculation pays: {shown}" + (", its prompt's reading included" if whole is not None else "")
 
 
 def context(study: Study) -> str:
