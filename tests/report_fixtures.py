@@ -150,6 +150,7 @@ def curve_point(target: str, draft_len: int, timed: bool) -> dict[str, Any]:
         "accept_marginal": marginal,
         "accept_conditional": [kept] * draft_len,
         "mean_emitted_per_round": 1 + sum(marginal),
+        "cost_ratio": DRAFT_STEP_MS / STEP_MS[target] if draft_len else None,
         "predicted_speedup": speed,
         "break_even_acceptance": ((1 + sum(marginal)) / speed - 1) / draft_len if draft_len else None,
         "measured": measured if timed else None,
@@ -181,6 +182,7 @@ def speculate(target: str, quantized_draft_for: Sequence[str]) -> dict[str, Any]
         "by_category": by_category,
         "costs": {
             "draft_step_ms": DRAFT_STEP_MS,
+            "further_draft_step_ms": DRAFT_STEP_MS,
             "target_step_ms": steps,
             "cost_ratio": DRAFT_STEP_MS / STEP_MS[target],
             "verify_cost": {str(n): verify_cost(target, n) for n in range(1, 10)},

@@ -10,7 +10,7 @@ from pipeline.measure.setup import Prompt
 from pipeline.measure.speculation import Costs, batch_point, best_measured, best_predicted, curve_point, replay_all
 from pipeline.measure.statistics import Interval
 
-COSTS = Costs(draft_step_ms=5.0, target_step_ms={1: 20.0, 2: 20.0, 3: 30.0}, overhead_ms=2.0, context_tokens=9)
+COSTS = Costs(5.0, 3.0, target_step_ms={1: 20.0, 2: 20.0, 3: 30.0}, overhead_ms=2.0, context_tokens=9)
 PROMPT = Prompt("p", "code", [1, 2])
 
 
@@ -19,11 +19,11 @@ def answer(tokens, rounds, ttft_s=0.1, decode_s=1.0):
 
 
 def test_break_even_is_the_acceptance_at_which_the_predicted_speedup_is_one():
-    # a round of K = 2 costs 2 * 5 + 30 + 2 = 42 ms, 2.1 steps: 2.1 tokens a round, 1.1 of 2 drafted ones kept
-    assert COSTS.break_even_acceptance(2) == pytest.approx(0.55)
-    assert COSTS.predicted_speedup(1 + 2 * 0.55, 2) == pytest.approx(1.0)
+    # a round of K = 2 costs 5 + 3 + 30 + 2 = 40 ms, 2 steps: 2 tokens a round, 1 of 2 drafted ones kept
+    assert COSTS.break_even_acceptance(2) == pytest.approx(0.5)
+    assert COSTS.predicted_speedup(1 + 2 * 0.5, 2) == pytest.approx(1.0)
     assert COSTS.break_even_acceptance(0) is None
-    dear = Costs(draft_step_ms=30.0, target_step_ms={1: 20.0, 2: 20.0}, overhead_ms=0.0, context_tokens=9)
+    dear = Costs(30.0, 30.0, target_step_ms={1: 20.0, 2: 20.0}, overhead_ms=0.0, context_tokens=9)
     assert dear.break_even_acceptance(1) == pytest.approx(1.5), "more than all: it never pays"
 
 
@@ -50,9 +50,10 @@ def test_a_batch_whose_gain_is_no_larger_than_its_controls_noise_is_decoded_plai
 
 
 def test_predicted_speedup_is_tokens_over_the_cost_of_a_round():
-    assert COSTS.cost_ratio == pytest.approx(0.25) and COSTS.verify_cost == {1: 1.0, 2: 1.0, 3: 1.5}
+    assert COSTS.cost_ratio(1) == pytest.approx(0.25) and COSTS.cost_ratio(2) == pytest.approx(0.2)
+    assert COSTS.verify_cost == {1: 1.0, 2: 1.0, 3: 1.5}
     assert COSTS.predicted_speedup(1.8, 1) == pytest.approx(1.8 / (0.25 + 1.0 + 0.1))
-    assert COSTS.predicted_speedup(2.2, 2) == pytest.approx(2.2 / (0.5 + 1.5 + 0.1))
+    assert COSTS.predicted_speedup(2.2, 2) == pytest.approx(2.2 / (0.25 + 0.15 + 1.5 + 0.1))
     assert COSTS.predicted_speedup(1.0, 0) == 1.0
     assert COSTS.predicted_speedup(None, 2) is None
 
@@ -88,7 +89,7 @@ def test_curve_from_one_trace():
     # K = 2: round at 1 keeps 1 and emits 2; round at 3 keeps 2, the answer's end
     point = curve_point(found[2], 2, COSTS)
     assert (point["rounds"], point["drafted"], point["accepted"]) == (2, 4, 3)
-    assert point["predicted_speedup"] == pytest.approx(2.5 / 2.1)
+    assert point["predicted_speedup"] == pytest.approx(2.5 / 2.0)
     assert curve_point(found[0], 0, COSTS)["predicted_speedup"] == 1.0
 
 

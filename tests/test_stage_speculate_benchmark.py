@@ -306,7 +306,14 @@ def test_the_parts_of_a_round_are_timed_again_in_every_turn(study, tmp_path):
     found = sweep(study, tmp_path / "out", "twin")
     turns = found["blocks"]["run"] * 2  # prompts of a block
     assert found["costs"]["repeats"] == tiny.speculate().cost_repeats + 1 + turns, "once more for the warm-up"
-    assert found["costs"]["overhead_ms"] == max(0.0, found["costs"]["overhead_measured_ms"])
+    costs = found["costs"]
+    assert costs["overhead_ms"] == max(0.0, costs["overhead_measured_ms"])
+    for point in found["curve"][1:]:
+        k = point["draft_len"]
+        drafting_ms = costs["draft_step_ms"] + (k - 1) * costs["further_draft_step_ms"]
+        round_ms = drafting_ms + costs["target_step_ms"][str(k + 1)] + costs["overhead_ms"]
+        due = point["mean_emitted_per_round"] * costs["target_step_ms"]["1"] / round_ms
+        assert point["predicted_speedup"] == pytest.approx(due)
 
 
 def test_the_bandwidth_is_the_median_of_a_reading_in_every_turn(found, study):

@@ -19,7 +19,7 @@ from pipeline.engine.generate import Generation, Reading, generate, read, room_f
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposer
 from pipeline.engine.replay import KeptAt, kept_from_hits
 from pipeline.engine.sample import Sampling
-from pipeline.measure.costs import BatchSeconds, CostCurve, batch_seconds, draft_cost_ratio
+from pipeline.measure.costs import BatchSeconds, CostCurve, batch_seconds, draft_cost_ratios
 from pipeline.measure.memory import Ledger, PeakMeter, read_bytes_per_step, resident_bytes, weight_bytes
 from pipeline.measure.setup import ArmSpec, Ask, DraftSpec
 from pipeline.measure.verdict import LogitGaps
@@ -153,9 +153,9 @@ class Arm:
         curve.repeat(repeats)
         return curve
 
-    def draft_cost_ratio(self, context_ids: list[int], draft_len: int, repeats: int) -> float:
+    def draft_cost_ratios(self, context_ids: list[int], draft_len: int, repeats: int) -> tuple[float, float]:
         assert self.proposer is not None
-        return draft_cost_ratio(self.target, self.proposer, context_ids, draft_len, repeats)
+        return draft_cost_ratios(self.target, self.proposer, context_ids, draft_len, repeats)
 
     def batch_seconds(
         self, context_ids: list[int], batch_sizes: list[int], draft_lens: list[int], repeats: int

@@ -27,9 +27,10 @@ BANDWIDTH_REPEATS = 7
 
 
 class CostCurve:
-    """Target forwards over n = 1..max_tokens tokens and one draft step, all after the same context: `context_ids`
-    without its last `max_tokens`, which are the ones fed. Timed when asked, in turns, so that repeats can stand among
-    the answers whose speed they are to explain: what slows a machine slows short and long forwards differently.
+    """Target forwards over n = 1..max_tokens tokens, a draft step after one of them and a draft step after another, all
+    after the same context: `context_ids` without its last `max_tokens`, which are the ones fed. Timed when asked, in
+    turns, so that repeats can stand among the answers whose speed they are to explain: what slows a machine slows short
+    and long forwards differently.
     """
 
     def __init__(self, target: Decoder, proposer: Proposer | None, context_ids: list[int], max_tokens: int) -> None:
@@ -38,7 +39,7 @@ class CostCurve:
         cache = _filled(target, self.prefix, max_tokens)
         self.steps = {str(n): _timed_forward(target, cache, self.fed[:n]) for n in range(1, max_tokens + 1)}
         if proposer is not None:
-            self.steps["draft"] = _timed_draft(proposer, self.prefix, self.fed, max_tokens)
+            self.steps |= _timed_draft(proposer, self.prefix, self.fed, max_tokens)
         self.seconds: dict[str, list[float]] = {name: [] for name in self.steps}
         self.overhead_s = 0.0
         for step in self.steps.values():
@@ -58,13 +59,15 @@ class CostCurve:
         """
         if self.proposer is None or not draft_len:
             return
-        parts = {name: self.steps[name] for name in ("draft", str(draft_len + 1), "1")}
+        parts = {name: self.steps[name] for name in ("draft", "further draft", str(draft_len + 1), "1")}
         committed = [*self.prefix, self.fed[0]]
         plain = _timed_round(self.target, None, committed, 0, sampling)
         drafting = _timed_round(self.target, self.proposer, committed, draft_len, sampling)
         seconds = interleaved({**parts, "plain round": plain, "round": drafting}, repeats)
-        rows = zip(*(seconds[n] for n in ("round", "draft", str(draft_len + 1), "plain round", "1")), strict=True)
-        self.overhead_s = median([r - draft_len * d - verify - (plain - one) for r, d, verify, plain, one in rows])
+        turns = zip(*(seconds[n] for n in ("round", "plain round", *parts)), strict=True)
+        self.overhead_s = median(
+            [r - (d + (draft_len - 1) * f + check) - (p - one) for r, p, d, f, check, one in turns]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Medians over all repeats, ms. A negative overhead is noise and counts as none; it is kept as measured too."""
@@ -76,6 +79,7 @@ class CostCurve:
         }
         return {
             "draft_step_ms": ms.pop("draft", None),
+            "further_draft_step_ms": ms.pop("further draft", None),
             "target_step_ms": ms,
             "overhead_ms": 1e3 * max(0.0, self.overhead_s),
             "overhead_measured_ms": 1e3 * self.overhead_s,
@@ -84,18 +88,19 @@ class CostCurve:
         }
 
 
-def draft_cost_ratio(
+def draft_cost_ratios(
     target: Decoder, proposer: Proposer, context_ids: list[int], draft_len: int, repeats: int
-) -> float:
-    """c: a draft step over a target step at one token, the median of pairs timed beside each other after
-    `context_ids` but its last token (a lookup's step: that of `draft_len` tokens, shared out)."""
+) -> tuple[float, float]:
+    """The first draft step of a round and a further one over a target step at one token, medians of pairs timed beside
+    each other after `context_ids` but its last token (a lookup's: that of `draft_len` tokens, shared out)."""
     prefix, fed = context_ids[:-1], context_ids[-1:]
-    steps = {
-        "target": _timed_forward(target, _filled(target, prefix, 1), fed),
-        "draft": _timed_draft(proposer, prefix, fed, draft_len),
-    }
-    seconds = interleaved(steps, repeats)
-    return median([d / t for d, t in zip(seconds["draft"], seconds["target"], strict=True)])
+    steps = {"target": _timed_forward(target, _filled(target, prefix, 1), fed)}
+    seconds = interleaved(steps | _timed_draft(proposer, prefix, fed, draft_len), repeats)
+    first, further = (
+        median([d / t for d, t in zip(seconds[name], seconds["target"], strict=True)])
+        for name in ("draft", "further draft")
+    )
+    return first, further
 
 
 # per repeat, in seconds: a target forward over n tokens of each sequence (n), over one token again (AGAIN), one draft
@@ -194,12 +199,21 @@ def _timed_round(
     )
 
 
-def _timed_draft(proposer: Proposer, prefix: list[int], fed: list[int], k: int) -> Callable[[], float]:
-    """A function that times one step of a draft model after `prefix`; of a lookup: k tokens, shared out."""
-    if isinstance(proposer, ModelProposer):
-        return _timed_forward(proposer.decoder, _filled(proposer.decoder, prefix, 1), fed[:1])
-    propose = _timed(lambda: proposer.propose([*prefix, *fed], k, GREEDY, None), lambda: None)
-    return lambda: propose() / k
+def _timed_draft(proposer: Proposer, prefix: list[int], fed: list[int], k: int) -> dict[str, Callable[[], float]]:
+    """Functions that time one step of a draft model after `prefix`: after whatever ran before ("draft"), and after a
+    step of its own ("further draft"), when a small draft lies in the cache. Of a lookup both are k tokens, shared out.
+    """
+    if not isinstance(proposer, ModelProposer):
+        propose = _timed(lambda: proposer.propose([*prefix, *fed], k, GREEDY, None), lambda: None)
+        return dict.fromkeys(("draft", "further draft"), lambda: propose() / k)
+    cache = _filled(proposer.decoder, prefix, 1)
+    step = _timed_forward(proposer.decoder, cache, fed[:1])
+
+    def further() -> float:
+        step()
+        return step()
+
+    return {"draft": step, "further draft": further}
 
 
 def _timed(run: Callable[[], object], undo: Callable[[], object]) -> Callable[[], float]:

@@ -16,9 +16,13 @@ AGAIN = -1  # beside the numbers of tokens of a step: the one over a single toke
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of the parts of a round; `target_step_ms[n]`: one target forward over n tokens. No draft: draft null."""
+    """Times of the parts of a round; `target_step_ms[n]`: one target forward over n tokens. No draft: draft null.
+
+    The first draft step of a round finds in the cache what the target left there, a further one what the draft did.
+    """
 
     draft_step_ms: float | None
+    further_draft_step_ms: float | None
     target_step_ms: dict[int, float]
     overhead_ms: float
     context_tokens: int
@@ -27,11 +31,15 @@ class Costs:
     def from_json(data: Mapping[str, Any]) -> Costs:
         """The inverse of `as_json`; what that derives is derived again."""
         steps = {int(n): ms for n, ms in data["target_step_ms"].items()}
-        return Costs(data["draft_step_ms"], steps, data["overhead_ms"], data["context_tokens"])
+        drafts = data["draft_step_ms"], data["further_draft_step_ms"]
+        return Costs(*drafts, steps, data["overhead_ms"], data["context_tokens"])
 
-    @property
-    def cost_ratio(self) -> float | None:
-        return None if self.draft_step_ms is None else self.draft_step_ms / self.target_step_ms[1]
+    def cost_ratio(self, draft_len: int) -> float | None:
+        """c: a draft step of a round of `draft_len` > 0, on average, in steps of the target."""
+        if self.draft_step_ms is None or self.further_draft_step_ms is None:
+            return None
+        drafting = self.draft_step_ms + (draft_len - 1) * self.further_draft_step_ms
+        return drafting / draft_len / self.target_step_ms[1]
 
     @property
     def verify_cost(self) -> dict[int, float]:
@@ -46,10 +54,11 @@ class Costs:
 
     def round_cost(self, draft_len: int) -> float | None:
         """K c + v(K + 1) + overhead: a round in steps of the target; None without a draft that has a cost."""
-        if self.cost_ratio is None:
+        cost_ratio = self.cost_ratio(draft_len)
+        if cost_ratio is None:
             return None
         overhead = self.overhead_ms / self.target_step_ms[1]
-        return draft_len * self.cost_ratio + self.verify_cost[draft_len + 1] + overhead
+        return draft_len * cost_ratio + self.verify_cost[draft_len + 1] + overhead
 
     def break_even_acceptance(self, draft_len: int) -> float | None:
         """The acceptance rate at which a round pays for itself: tau = 1 + K rate equals its cost. Above 1: never."""
@@ -59,8 +68,9 @@ class Costs:
     def as_json(self) -> dict[str, Any]:
         return {
             "draft_step_ms": self.draft_step_ms,
+            "further_draft_step_ms": self.further_draft_step_ms,
             "target_step_ms": {str(n): ms for n, ms in self.target_step_ms.items()},
-            "cost_ratio": self.cost_ratio,
+            "cost_ratio": self.cost_ratio(1),
             "verify_cost": {str(n): v for n, v in self.verify_cost.items()},
             "overhead_ms": self.overhead_ms,
             "context_tokens": self.context_tokens,
@@ -88,6 +98,7 @@ def curve_point(counts: Replay | Acceptance, draft_len: int, costs: Costs) -> di
         "accept_marginal": counts.accept_marginal,
         "accept_conditional": counts.accept_conditional,
         "mean_emitted_per_round": tau,
+        "cost_ratio": costs.cost_ratio(draft_len) if draft_len else None,
         "predicted_speedup": costs.predicted_speedup(tau, draft_len),
         "break_even_acceptance": costs.break_even_acceptance(draft_len),
         "measured": None,

@@ -122,7 +122,8 @@ def limits(study: Study) -> str:
         "token (`_spec`: of the target once and the draft K times, for the tokens of a round). A row far below its "
         "ceiling is bound by arithmetic or overhead, not by memory.",
         ceilings(study),
-        "Speculation is bound by other things: what a draft step costs (**c**, in steps of the target), what checking "
+        "Speculation is bound by other things: what a draft step costs (**c**, in steps of the target, on average over "
+        "the K of a round: the first finds the target's weights in the caches, the others the draft's), what checking "
         "K + 1 tokens costs (**v**, in steps of one token) and how many tokens a round yields (**τ**). Predicted "
         "speedup = τ / (K c + v + overhead); **to break even**: share of drafted tokens to keep for a predicted "
         "speedup of 1, so it comes from this formula with the measured c and v and is no measurement of its own.",
@@ -183,7 +184,7 @@ def curve(study: Study) -> str:
                     share(point["acceptance_rate"]),
                     break_even(point["break_even_acceptance"]),
                     number(point["mean_emitted_per_round"]),
-                    number(costs["cost_ratio"], digits=2),
+                    number(point["cost_ratio"], digits=2),
                     fixed(costs["verify_cost"].get(str(k + 1)), 2),
                     fixed(point["predicted_speedup"], 2),
                     ratio(interval_of(point["measured"]["speedup"])),
@@ -298,10 +299,10 @@ def predicted(draft_len: int, emitted: float, cost_ratio: float, verify: float, 
 def _factors(speculation: dict[str, Any], draft_len: int) -> dict[str, float] | None:
     costs = speculation["costs"]
     step_ms = costs["target_step_ms"].get("1")
-    emitted = next((p["mean_emitted_per_round"] for p in speculation["curve"] if p["draft_len"] == draft_len), None)
+    point: dict[str, Any] = next((p for p in speculation["curve"] if p["draft_len"] == draft_len), {})
     found = {
-        "emitted": emitted,
-        "cost_ratio": costs["cost_ratio"],
+        "emitted": point.get("mean_emitted_per_round"),
+        "cost_ratio": point.get("cost_ratio"),
         "verify": costs["verify_cost"].get(str(draft_len + 1)),
         "overhead": costs["overhead_ms"] / step_ms if step_ms and costs["overhead_ms"] is not None else None,
     }

@@ -136,8 +136,9 @@ def measured(
         hits = arm.hits(answer.prompt.ids, answer.ids) if arm.draft else None
         kept_ats.append((len(answer.ids), arm.kept_at(answer.prompt.ids, answer.ids, hits)))
     context = max((answer.prompt.ids for answer in answers), key=len)
-    ratio = arm.draft_cost_ratio(context, max(draft_lens), repeats)
-    costs = replace(recorded_costs, draft_step_ms=ratio * recorded_costs.target_step_ms[1])
+    ratios = arm.draft_cost_ratios(context, max(draft_lens), repeats)
+    first_ms, further_ms = (ratio * recorded_costs.target_step_ms[1] for ratio in ratios)
+    costs = replace(recorded_costs, draft_step_ms=first_ms, further_draft_step_ms=further_ms)
     curve = [curve_point(counts, k, costs) for k, counts in replay_all(kept_ats, draft_lens).items()]
     best = best_predicted(curve)
     rounds = [r for r in (replay([own], best) for own in kept_ats) if r.rounds]
@@ -149,7 +150,7 @@ def measured(
         "weight_bytes": about["weight_bytes"],
         "agreement": sum(firsts) / len(firsts) if firsts else None,
         "tokens": len(firsts),
-        "cost_ratio": ratio,
+        "cost_ratio": costs.cost_ratio(max(best, 1)),
         "draft_len": best,
         "mean_emitted_per_round": 1 + kept.value,
         "predicted_speedup": {
