@@ -85,7 +85,8 @@ def speculation(row: Row, study: Study) -> str:
     whole = spec.answer_over_plain
     if study.recommendation.objective == "latency" and whole and not differs_from_one(whole, study.answer_floor):
         decoded = f"speculation decodes {ratio(gained)} times as fast at K = {spec.draft_len}"
-        return f"{decoded}, but an answer with its prompt's reading takes as long ({ratio(whole)})"
+        gain = f"what an answer gains, its prompt's reading included, is within the noise floor ({ratio(whole)})"
+        return f"{decoded}, but {gain}"
     if spec is study.choice and spec.target == "base":  # its decode speed over plain decoding's is said already
         shown = f"K = {spec.draft_len}" if whole is None else f"an answer comes {ratio(whole)} times as fast"
     elif whole is not None:
