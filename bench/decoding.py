@@ -23,6 +23,7 @@ from bench.arms import Ours, Peer, Timed, Transformers, fetch_gguf, load, python
 from pipeline import provenance
 from pipeline.engine.batch import generate_batch
 from pipeline.engine.decoder import Decoder
+from pipeline.engine.generate import logits_along
 from pipeline.engine.lean import LeanDecoder
 from pipeline.engine.replay import kept_from_hits, replay
 from pipeline.measure.blocks import order_of
@@ -197,9 +198,7 @@ class Study:
 
     def _hits(self, prompt: list[int], answer: list[int]) -> list[bool]:
         """Whether the draft would have said each token of the answer."""
-        fed = torch.tensor((prompt + answer)[:-1])
-        logits = self.draft.forward(fed, self.draft.new_cache(len(fed)))[len(prompt) - 1 :]
-        columns = logits.argmax(-1)
+        columns = logits_along(self.draft, prompt, answer[:-1]).argmax(-1)
         ids = columns if self.draft.vocab_ids_U is None else self.draft.vocab_ids_U[columns]
         return [a == b for a, b in zip(ids.tolist(), answer, strict=True)]
 

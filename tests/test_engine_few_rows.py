@@ -66,6 +66,23 @@ def test_bf16_weights_for_many_rows(M, N, K, dtype, monkeypatch):
     assert torch.equal(linear.dense(x_MK[-1:]), y_MN[-1:]), "a row alone has other bits"
 
 
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_prompt_is_rounded_to_bfloat16_from_the_measured_rows_on(bias, monkeypatch):
+    monkeypatch.setattr(few_rows, "bfloat16_from_rows", lambda: 32)
+    generator = torch.Generator().manual_seed(0)
+    weight_NK, x_MK = (torch.randn(n, 576, generator=generator) for n in (64, 32))
+    weight = torch.nn.Parameter(weight_NK.bfloat16(), requires_grad=False)
+    linear = FewRowsLinear(weight, torch.randn(64, generator=generator) if bias else None)
+    y_MN = linear.prompt_rows(x_MK) - (linear.bias if bias else 0)
+    assert y_MN.dtype == torch.float32 and within(y_MN, x_MK.bfloat16(), weight, torch.bfloat16)
+    assert not within(y_MN, x_MK, weight, torch.float32), "nothing was rounded"
+    assert torch.equal(linear.prompt_rows(x_MK[:31]), linear.rows(x_MK[:31]))
+    assert linear.kernel == "FewRowsLinear, prompts in bfloat16 from 32 rows"
+    monkeypatch.setattr(few_rows, "bfloat16_from_rows", lambda: None)
+    assert torch.equal(linear.prompt_rows(x_MK), linear.rows(x_MK)) and linear.kernel == "FewRowsLinear"
+
+
 def fixed_point_slack(x_MK, weight_NK, group):
     """Each x is off by half a step of its group (largest / 32767) and a float32 rounding of the division."""
     step_MG = x_MK.double().abs().view(len(x_MK), -1, group).amax(-1) / 32767
@@ -201,7 +218,7 @@ def test_classes_given_are_classes_used(make_decoder, tmp_path):
     for classes in ({"FullLinear": None}, {"FewRowsLinear": None}):
         decoder = load_decoder(tmp_path, dense_from=classes, **options)
         assert dense_from_of(decoder) == classes
-        assert list(decoder.describe()["kernels"]) == list(classes)
+        assert [name.split(",")[0] for name in decoder.describe()["kernels"]] == list(classes)
         logits.append(decoder.forward(ids_T, decoder.new_cache(6)).float())
     torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)
 

@@ -8,10 +8,10 @@ from checkpoint_fixtures import saved, tiny
 
 from pipeline.checkpoint.files import CheckpointError
 from pipeline.checkpoint.load import load_decoder
-from pipeline.engine import native, step
+from pipeline.engine import few_rows, native, step
 from pipeline.engine.batch import generate_batch
 from pipeline.engine.cache import ContextFull, StaticCache
-from pipeline.engine.generate import generate
+from pipeline.engine.generate import generate, logits_along
 from pipeline.engine.lean import LeanDecoder, LeanModel
 from pipeline.engine.linear import FullLinear, joined
 from pipeline.engine.propose import ModelProposer
@@ -205,6 +205,35 @@ def test_a_batch_in_the_kernels_for_few_rows(tmp_path, intermediate):
     for b in range(2):
         alone = ours.forward(fed[b], ours.new_cache(8), last_only=True)
         assert torch.equal(together[b], alone)
+
+
+@needs_kernels
+def test_a_prompt_in_bfloat16_products_leaves_decoding_exact(tmp_path, monkeypatch):
+    monkeypatch.setattr(few_rows, "bfloat16_from_rows", lambda: 32)
+    folders = [tmp_path / name for name in ("target", "draft")]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        saved(tiny("Llama"), folder)
+    options = {"device": "cpu", "dtype": torch.bfloat16, "pack_head": False, "trust_remote_code": False}
+    target, draft = (load_decoder(folder, dense_from={"FewRowsLinear": None}, **options) for folder in folders)
+    prompt = [i * 37 % 120 for i in range(40)]
+    ids_T = torch.tensor(prompt)
+    all_TV = target.forward(ids_T, target.new_cache(40))
+    alone, row = target.new_cache(40), target.new_cache(40, batch=2)
+    read_1V = target.prefill(ids_T, alone)
+    assert not torch.equal(read_1V, all_TV[-1:]), "nothing was rounded"
+    torch.testing.assert_close(read_1V, all_TV[-1:], rtol=0.05, atol=0.05 * float(all_TV.abs().max()))
+    target.read_prompt(prompt, row, 1)
+    assert all(torch.equal(a[0], b[1]) for a, b in zip(alone.keys, row.keys, strict=True))
+    step_cache = target.new_cache(40)
+    each_TV = torch.cat([target.forward(i, step_cache) for i in ids_T[:, None]])
+    assert torch.equal(each_TV, all_TV), "what verifies tokens is not rounded, however many"
+    ask = {"max_new_tokens": 30, "end_ids": frozenset(), "sampling": GREEDY, "generator": None, "ignore_end": True}
+    plain = generate(target, prompt, proposer=None, draft_len=0, **ask).ids
+    assert torch.equal(logits_along(target, prompt, plain[:-1]).argmax(-1), torch.tensor(plain))
+    for k in (1, 4, 36):  # 36: a verification has as many rows as a prompt
+        proposer = ModelProposer(draft, target.vocab_size)
+        assert generate(target, prompt, proposer=proposer, draft_len=k, **ask).ids == plain
 
 
 def test_joined_layers_are_the_layers_side_by_side():

@@ -57,7 +57,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, ids_T: torch.Tensor, cache: Cache, last_only: bool = False) -> torch.Tensor:
-        """Append T tokens at `cache.length`; returns logits_TV (logits_1V with `last_only`, as after a prompt).
+        """Append T tokens at `cache.length`; returns logits_TV (logits_1V with `last_only`).
 
         Raises ContextFull, with the cache unchanged, when they do not fit.
         """
@@ -72,6 +72,10 @@ class Decoder:
         logits_TV: torch.Tensor = out.logits[0]
         self.activations = logits_TV.dtype
         return logits_TV
+
+    def prefill(self, ids_T: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """`forward` over a prompt; returns logits_1V. The engine `lean` may round more here than in decoding."""
+        return self.forward(ids_T, cache, last_only=True)
 
     def describe(self) -> dict[str, Any]:
         """What really runs, read back from the loaded objects."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipeline.engine import native
-from pipeline.engine.linear import FullLinear, Int8Linear, PackedWeight, shortest_s
+from pipeline.engine.linear import CLEAR_WIN, FullLinear, Int8Linear, PackedWeight, shortest_s
 
 WORD = 8  # columns of codes that a kernel reads at once
 BLOCK = 64  # columns of x with a step of their own beside 8-bit codes
@@ -22,6 +22,7 @@ INPUT_MULTIPLE = 32  # weights that bf16_linear reads at once with the longest v
 LARGEST_GROUP = 4096  # its sum is an integer of 32 bits
 MANY_ROWS = 32  # of x beside 4-bit codes: from here on unpacking them once for all rows is the faster way
 TIMED_MNK = 256, 576, 1536  # the product that chooses between many_rows and torch's GEMM
+PROMPT_ROWS = (32, 64, 128, 256)  # of a prompt, at which bfloat16 products are tried
 
 
 @functools.cache
@@ -67,6 +68,19 @@ class FewRowsLinear(FullLinear):
 
     def dense(self, x_MK: torch.Tensor) -> torch.Tensor:
         return _many_rows(x_MK, self.weight) if beats_torch() else super().dense(x_MK)
+
+    def prompt_rows(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """With x and y rounded to bfloat16 where this CPU multiplies that clearly faster."""
+        fewest = bfloat16_from_rows()
+        if fewest is None or len(x_MK) < fewest:
+            return self.rows(x_MK)
+        y_MN = super().native(x_MK)
+        return y_MN if self.bias is None else y_MN + self.bias.to(y_MN.dtype)
+
+    @property
+    def kernel(self) -> str:
+        fewest = bfloat16_from_rows()
+        return super().kernel + ("" if fewest is None else f", prompts in bfloat16 from {fewest} rows")
 
 
 class FewRowsInt8Linear(Int8Linear):
@@ -153,6 +167,24 @@ def beats_torch() -> bool:
         return ours < torchs
 
     return bool(native.remembered(f"many_rows beats torch's GEMM, {M} rows of {K} to {N}", measure))
+
+
+@functools.cache
+def bfloat16_from_rows() -> int | None:
+    """From how many rows torch's GEMM of bfloat16 by bfloat16 clearly beats many_rows: measured once a machine."""
+    _, N, K = TIMED_MNK
+    weight = nn.Parameter(torch.ones(N, K, dtype=torch.bfloat16), requires_grad=False)
+    rounded, ours = FullLinear(weight, None), FewRowsLinear(weight, None)
+
+    def measure() -> int | None:
+        for M in PROMPT_ROWS:
+            rounded_s, own_s = shortest_s([rounded.native, ours.dense], torch.ones(M, K))
+            if rounded_s < CLEAR_WIN * own_s:
+                return M
+        return None
+
+    found: int | None = native.remembered(f"bfloat16 products beat float32's from rows, {K} to {N}", measure)
+    return found
 
 
 def takes_full(K: int, dtype: torch.dtype, device: str) -> bool:

@@ -76,7 +76,7 @@ def read(target: Decoder, prompt_ids: list[int], room: int, proposer: Proposer |
     started = time.perf_counter()
     if proposer is not None:
         proposer.start(prompt_ids, capacity)
-    logits_1V = target.forward(torch.tensor(prompt_ids, device=target.device), cache, last_only=True)
+    logits_1V = target.prefill(torch.tensor(prompt_ids, device=target.device), cache)
     int(logits_1V.argmax(-1))  # a GPU has read the prompt only now
     return Reading(prompt_ids, cache, logits_1V, time.perf_counter() - started)
 
@@ -134,6 +134,16 @@ def generate(
     out.ids = committed[len(prompt_ids) :]
     assert len(out.ids) == 1 + sum(r.accepted for r in out.rounds) + len(out.rounds) - out.cut
     return out
+
+
+@torch.inference_mode()
+def logits_along(decoder: Decoder, prompt_ids: list[int], answer_ids: list[int]) -> torch.Tensor:
+    """logits_TV after the prompt and after each token of the answer (T = 1 + its length), read as in `generate`."""
+    cache = decoder.new_cache(len(prompt_ids) + len(answer_ids))
+    parts = [decoder.prefill(torch.tensor(prompt_ids, device=decoder.device), cache)]
+    if answer_ids:
+        parts.append(decoder.forward(torch.tensor(answer_ids, device=decoder.device), cache))
+    return torch.cat(parts)
 
 
 def room_for(max_new_tokens: int, draft_len: int) -> int:

@@ -42,6 +42,9 @@ def activations(device: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "cpu" else dtype
 
 
+Products = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Joined(nn.Module):
     """Several linear layers of one input as one, or one after the other where their layouts do not join."""
 
@@ -49,10 +52,12 @@ class Joined(nn.Module):
         super().__init__()
         whole = joined(list(parts))
         self.parts = nn.ModuleList(parts if whole is None else [whole])
-        self.rows: Callable[[torch.Tensor], torch.Tensor] = self._each if whole is None else whole.rows
+        self.rows: Products = whole.rows if whole else self._each([part.rows for part in parts])
+        self.prompt_rows: Products = whole.prompt_rows if whole else self._each([part.prompt_rows for part in parts])
 
-    def _each(self, x_MK: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part.rows(x_MK) for part in self.parts], -1)  # type: ignore[operator]
+    @staticmethod
+    def _each(products: list[Products]) -> Products:
+        return lambda x_MK: torch.cat([product(x_MK) for product in products], -1)
 
 
 class Layer(nn.Module):
@@ -69,7 +74,9 @@ class Layer(nn.Module):
         self.gate_up, self.down = Joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj
         # a module's attributes are looked up slowly: a hundred of them are a tenth of a small model's step
         self.norms = self.input_norm, self.output_norm, self.q_norm, self.k_norm
-        self.products = self.qkv.rows, self.o.rows, self.gate_up.rows, self.down.rows
+        linears = self.qkv, self.o, self.gate_up, self.down
+        self.products = tuple(linear.rows for linear in linears)
+        self.prompt_products = tuple(linear.prompt_rows for linear in linears)
 
 
 class LeanModel(nn.Module):
@@ -101,9 +108,14 @@ class LeanModel(nn.Module):
         return self.head
 
     def hidden(
-        self, ids_M: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, activations: torch.dtype
+        self,
+        ids_M: torch.Tensor,
+        start_B: torch.Tensor,
+        cache: StaticCache,
+        activations: torch.dtype,
+        prompt: bool = False,
     ) -> torch.Tensor:
-        """x_MD after the last norm; writes the cache at `start_B` and following."""
+        """x_MD after the last norm; writes the cache at `start_B` and following. `prompt`: nothing is verified here."""
         x_MD = self.embedding(ids_M).to(activations)
         op = step.operations(x_MD.device, self.head_dim, self.widths, cache.keys[0].dtype)
         y_MD = torch.zeros_like(x_MD)
@@ -112,7 +124,7 @@ class LeanModel(nn.Module):
         layer: Any
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             input_norm, output_norm, q_norm, k_norm = layer.norms
-            qkv, o, gate_up, down = layer.products
+            qkv, o, gate_up, down = layer.prompt_products if prompt else layer.products
             q_k_v = qkv(add_norm(x_MD, y_MD, input_norm, eps))
             y_MD = o(attention(q_k_v, q_norm, k_norm, eps, cos, sin, start_B, keys, values, layer.window))
             y_MD = down(silu_mul(gate_up(add_norm(x_MD, y_MD, output_norm, eps))))
@@ -166,20 +178,26 @@ class LeanDecoder(Decoder):
         return logits_MV.view(*hidden_BTD.shape[:2], -1)
 
     @torch.inference_mode()
-    def hidden_rows(self, ids_BT: torch.Tensor, cache: StaticCache) -> torch.Tensor:
-        """As `forward_rows`, but the final hidden states, hidden_BTD: the head makes the logits of them."""
+    def prefill(self, ids_T: torch.Tensor, cache: StaticCache) -> torch.Tensor:  # type: ignore[override]
+        hidden_1TD = self.hidden_rows(ids_T[None], cache, prompt=True)
+        return self.module.head.rows(hidden_1TD[0, -1:].contiguous())
+
+    @torch.inference_mode()
+    def hidden_rows(self, ids_BT: torch.Tensor, cache: StaticCache, prompt: bool = False) -> torch.Tensor:
+        """As `forward_rows` (`prompt`: `prefill`), but the final hidden states, hidden_BTD, which the head makes logits
+        of."""
         B, T = ids_BT.shape
         if max(cache.lengths) + T > cache.capacity:
             raise ContextFull(f"{max(cache.lengths)} + {T} tokens do not fit in a cache of {cache.capacity}")
         start_B = torch.tensor(cache.lengths, device=self.device)
-        hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations)
+        hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations, prompt)
         cache.lengths = [length + T for length in cache.lengths]
         return hidden_MD.view(B, T, -1)
 
     def read_prompt(self, ids: list[int], cache: StaticCache, b: int) -> torch.Tensor:
         """Fill row b of an empty batch; returns the final hidden states, hidden_TD."""
         row = cache.rows(b, b + 1)
-        hidden_1TD = self.hidden_rows(torch.tensor([ids], device=self.device), row)
+        hidden_1TD = self.hidden_rows(torch.tensor([ids], device=self.device), row, prompt=True)
         cache.lengths[b] = row.length
         return hidden_1TD[0]
 

@@ -108,6 +108,10 @@ class PackedWeight(nn.Module):
         y_MN = self.dense(x_MK) if many else self.native(x_MK)
         return y_MN if self.bias is None else y_MN + self.bias.to(y_MN.dtype)
 
+    def prompt_rows(self, x_MK: torch.Tensor) -> torch.Tensor:
+        """As `rows` for the tokens of a prompt, which nothing is verified against: some classes round x for it."""
+        return self.rows(x_MK)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y_MN = self.rows(x.reshape(-1, self.in_features).contiguous())
         return y_MN.view(*x.shape[:-1], self.out_features)

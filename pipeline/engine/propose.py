@@ -54,7 +54,7 @@ class ModelProposer:
         self.cache = self.decoder.new_cache(min(capacity, self.decoder.max_positions))
         self.cached = []
         if len(prompt_ids) < self.cache.capacity:
-            self.decoder.forward(self._catch_up([*prompt_ids, 0])[:-1], self.cache, last_only=True)
+            self.decoder.prefill(self._catch_up([*prompt_ids, 0])[:-1], self.cache)
             self.cached = list(prompt_ids)
 
     def room(self, committed: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from pipeline import config, provenance
 from pipeline.checkpoint.load import dense_from_of, load_decoder
 from pipeline.engine.decoder import Decoder
-from pipeline.engine.generate import Generation, Reading, generate, read, room_for
+from pipeline.engine.generate import Generation, Reading, generate, logits_along, read, room_for
 from pipeline.engine.propose import ModelProposer, NgramProposer, Proposer
 from pipeline.engine.replay import KeptAt, kept_from_hits
 from pipeline.engine.sample import Sampling
@@ -118,29 +118,22 @@ class Arm:
 
         return lookup
 
-    @torch.inference_mode()
     def hits(self, prompt_ids: list[int], answer: list[int]) -> list[bool]:
         """One teacher-forced pass of the draft: is its choice at each answer position the answer's token?"""
         assert isinstance(self.proposer, ModelProposer) and answer
         proposer = self.proposer
         decoder = proposer.decoder
-        fed = (prompt_ids + answer)[: decoder.max_positions + 1][:-1]
-        ids_T = torch.tensor(decoder.known(fed), device=decoder.device)
-        cache = decoder.new_cache(len(fed))
-        before = len(prompt_ids) - 1
-        if before:
-            decoder.forward(ids_T[:before], cache, last_only=True)
-        columns_T = decoder.forward(ids_T[before:], cache)[:, : proposer.common_vocab].argmax(-1)
-        choices = proposer.ids_of(columns_T).tolist()
+        room = decoder.max_positions - len(prompt_ids)
+        if room < 0:
+            return [False] * len(answer)
+        logits_TV = logits_along(decoder, decoder.known(prompt_ids), decoder.known(answer[:-1][:room]))
+        choices = proposer.ids_of(logits_TV[:, : proposer.common_vocab].argmax(-1)).tolist()
         found = [a == b for a, b in zip(choices, answer, strict=False)]
         return found + [False] * (len(answer) - len(found))
 
-    @torch.inference_mode()
-    def gaps(self, context_ids: list[int], plain_token: int, other_token: int) -> LogitGaps:
-        """The target's logits after `context_ids`, as distances from the best one."""
-        cache = self.target.new_cache(len(context_ids))
-        ids_T = torch.tensor(context_ids, device=self.target.device)
-        logits_V = self.target.forward(ids_T, cache, last_only=True)[0].float()
+    def gaps(self, prompt_ids: list[int], answer_ids: list[int], plain_token: int, other_token: int) -> LogitGaps:
+        """The target's logits after a prompt and the start of an answer, as distances from the best one."""
+        logits_V = logits_along(self.target, prompt_ids, answer_ids)[-1].float()
         best, second = logits_V.topk(2).values.tolist()
         return LogitGaps(best - second, best - float(logits_V[plain_token]), best - float(logits_V[other_token]))
 
@@ -148,8 +141,7 @@ class Arm:
         self, context_ids: list[int], max_tokens: int, draft_len: int, repeats: int, sampling: config.Sampling
     ) -> CostCurve:
         """With `repeats` of everything, rounds of `draft_len` among them."""
-        curve = CostCurve(self.target, self.proposer, context_ids, max_tokens)
-        curve.time_rounds(draft_len, repeats, _sampling(sampling))
+        curve = CostCurve(self.target, self.proposer, context_ids, max_tokens, draft_len, _sampling(sampling))
         curve.repeat(repeats)
         return curve
 

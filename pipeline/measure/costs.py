@@ -27,46 +27,62 @@ BANDWIDTH_REPEATS = 7
 
 
 class CostCurve:
-    """Target forwards over n = 1..max_tokens tokens, a draft step after one of them and a draft step after another, all
-    after the same context: `context_ids` without its last `max_tokens`, which are the ones fed. Timed when asked, in
-    turns, so that repeats can stand among the answers whose speed they are to explain: what slows a machine slows short
-    and long forwards differently.
+    """Target forwards over n = 1..max_tokens tokens; with a proposer a draft step after one of them, a draft step after
+    another, and whole rounds of no and of `draft_len` drafted tokens. All after the same context: `context_ids` without
+    its last `max_tokens`, which are the ones fed. Timed when asked, in turns, so that repeats can stand among the
+    answers whose speed they are to explain: what slows a machine slows short and long forwards differently.
     """
 
-    def __init__(self, target: Decoder, proposer: Proposer | None, context_ids: list[int], max_tokens: int) -> None:
-        self.target, self.proposer = target, proposer
-        self.prefix, self.fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
+    def __init__(
+        self,
+        target: Decoder,
+        proposer: Proposer | None,
+        context_ids: list[int],
+        max_tokens: int,
+        draft_len: int,
+        sampling: Sampling,
+    ) -> None:
+        self.proposer, self.draft_len = proposer, draft_len
+        self.prefix, fed = context_ids[:-max_tokens], context_ids[-max_tokens:]
         cache = _filled(target, self.prefix, max_tokens)
-        self.steps = {str(n): _timed_forward(target, cache, self.fed[:n]) for n in range(1, max_tokens + 1)}
+        self.steps = {str(n): _timed_forward(target, cache, fed[:n]) for n in range(1, max_tokens + 1)}
         if proposer is not None:
-            self.steps |= _timed_draft(proposer, self.prefix, self.fed, max_tokens)
+            self.steps |= _timed_draft(proposer, self.prefix, fed, max_tokens)
+        if proposer is not None and draft_len:
+            committed = [*self.prefix, fed[0]]
+            self.steps["plain round"] = _timed_round(target, None, committed, 0, sampling)
+            self.steps["round"] = _timed_round(target, proposer, committed, draft_len, sampling)
         self.seconds: dict[str, list[float]] = {name: [] for name in self.steps}
-        self.overhead_s = 0.0
+        self._read()
         for step in self.steps.values():
             step()  # warm-up with the same shapes
 
+    def _read(self) -> None:
+        if self.proposer is not None:
+            self.proposer.start(self.prefix, len(self.prefix) + self.draft_len + 2)
+
     def repeat(self, times: int) -> None:
-        """Time every step `times` more. Leaves the proposer's own cache alone."""
+        """Time every step `times` more. The proposer reads another prompt for it."""
+        self._read()
         done = len(self.seconds["1"])
         for i in range(done, done + times):
             for name in order_of(list(self.steps), i):
                 self.seconds[name].append(self.steps[name]())
 
-    def time_rounds(self, draft_len: int, repeats: int, sampling: Sampling) -> None:
-        """Overhead: what a round of `draft_len` drafted tokens takes beyond its forwards, less the same of a plain
-        round, paired within the repeats; one length stands for all, because it is the bookkeeping of a round and not of
-        a token. 0 without a draft. The proposer reads another prompt for it.
+    @property
+    def overhead_s(self) -> float:
+        """What a round of `draft_len` drafted tokens takes beyond its forwards, less the same of a plain round, paired
+        within the repeats; one length stands for all, because it is the bookkeeping of a round and not of a token. 0
+        without rounds of both kinds.
         """
-        if self.proposer is None or not draft_len:
-            return
-        parts = {name: self.steps[name] for name in ("draft", "further draft", str(draft_len + 1), "1")}
-        committed = [*self.prefix, self.fed[0]]
-        plain = _timed_round(self.target, None, committed, 0, sampling)
-        drafting = _timed_round(self.target, self.proposer, committed, draft_len, sampling)
-        seconds = interleaved({**parts, "plain round": plain, "round": drafting}, repeats)
-        turns = zip(*(seconds[n] for n in ("round", "plain round", *parts)), strict=True)
-        self.overhead_s = median(
-            [r - (d + (draft_len - 1) * f + check) - (p - one) for r, p, d, f, check, one in turns]
+        if "round" not in self.steps:
+            return 0.0
+        names = ("round", "draft", "further draft", str(self.draft_len + 1), "plain round", "1")
+        return median(
+            [
+                r - (d + (self.draft_len - 1) * f + check) - (plain - one)
+                for r, d, f, check, plain, one in zip(*(self.seconds[n] for n in names), strict=True)
+            ]
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -76,6 +92,7 @@ class CostCurve:
         ms = {
             name: 1e3 * median(one_s) * median([t / one for t, one in zip(s, one_s, strict=True)])
             for name, s in self.seconds.items()
+            if not name.endswith("round")
         }
         return {
             "draft_step_ms": ms.pop("draft", None),
@@ -175,7 +192,7 @@ def _filled(decoder: Decoder, prefix: list[int], room: int) -> Cache:
     """A cache that has read `prefix`, with room for `room` more tokens."""
     cache = decoder.new_cache(len(prefix) + room)
     if prefix:
-        decoder.forward(_ids(decoder, prefix), cache, last_only=True)
+        decoder.prefill(_ids(decoder, prefix), cache)
     return cache
 
 
@@ -188,11 +205,10 @@ def _timed_forward(decoder: Decoder, cache: Cache, fed: list[int]) -> Callable[[
 def _timed_round(
     target: Decoder, proposer: Proposer | None, committed: list[int], k: int, sampling: Sampling
 ) -> Callable[[], float]:
-    """A function that times one whole round after `committed`, as `generate` runs it."""
+    """A function that times one whole round after `committed`, all but the last of which the proposer has read, as
+    `generate` runs it."""
     cache = _filled(target, committed[:-1], k + 2)
     generator = None if sampling.greedy else torch.Generator(target.device).manual_seed(0)
-    if proposer is not None:
-        proposer.start(committed[:-1], cache.capacity)
     return _timed(
         lambda: one_round(target, cache, committed, proposer, k, sampling, generator),
         lambda: cache.rollback(len(committed) - 1),

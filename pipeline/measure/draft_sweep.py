@@ -146,8 +146,7 @@ class DraftSweep:
 
         def gaps_at(prompt: str, position: int, other_token: int) -> LogitGaps:
             reference = plain[prompt]
-            context = reference.prompt.ids + reference.ids[:position]
-            return self.arm.gaps(context, reference.ids[position], other_token)
+            return self.arm.gaps(reference.prompt.ids, reference.ids[:position], reference.ids[position], other_token)
 
         return grade_lossless(list(distinct.values()), gaps_at, self.settings.lossless_gap, weights_dtype)
 

@@ -184,8 +184,8 @@ class Matrix:
         dtype = self.samples(name)[-1].readback["target"]["weights_dtype"]
 
         def gaps(prompt: str, position: int, other_token: int) -> LogitGaps:
-            context = next(a.prompt.ids for a in answers.values() if a.prompt.id == prompt)
-            return gaps_at(row.target, context + plain[prompt][:position], plain[prompt][position], other_token)
+            prompt_ids = next(a.prompt.ids for a in answers.values() if a.prompt.id == prompt)
+            return gaps_at(row.target, prompt_ids, plain[prompt][:position], plain[prompt][position], other_token)
 
         return grade_lossless(pairs, gaps, tolerance, dtype)
 

@@ -218,11 +218,9 @@ class Driver:
         )
 
     def metrics(self, matrix: Matrix, workers: Workers, decode: Callable[[tuple[int, ...]], str]) -> dict[str, Any]:
-        def gaps_at(target: str, context_ids: list[int], plain_token: int, other_token: int) -> LogitGaps:
-            found = workers[target].call(
-                "gaps", context_ids=context_ids, plain_token=plain_token, other_token=other_token
-            )
-            return LogitGaps(**found)
+        def gaps_at(target: str, prompt_ids: list[int], answer_ids: list[int], plain: int, other: int) -> LogitGaps:
+            asked = {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "plain_token": plain, "other_token": other}
+            return LogitGaps(**workers[target].call("gaps", **asked))
 
         arms = {}
         for name, row in self.rows.items():
