@@ -1,6 +1,8 @@
 """load_decoder: logits of every format and family equal transformers'; what does not fit together is named."""
 
+import ctypes
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +313,19 @@ def test_checkpoint_files_are_not_needed_after_loading(tmp_path):
     decoder = load(saved(model, tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"\0" * (tmp_path / "model.safetensors").stat().st_size)
     assert torch.allclose(logits_of(decoder.module), logits_of(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_large_tensors_are_made_of_memory_that_was_used_before(tmp_path):
+    """glibc by itself maps each of more than 32 MiB anew: a fault a page."""
+    saved(tiny("Llama"), tmp_path)
+    load(tmp_path)
+    faults = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.full((2**24,), 1.0)  # 64 MiB, 16384 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert faults[2] < 1000, faults
 
 
 def test_position_limit_comes_from_the_config(tmp_path):

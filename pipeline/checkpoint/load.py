@@ -34,6 +34,9 @@ from pipeline.engine.linear import (
 from pipeline.engine.linear4 import quantized_linear
 from pipeline.engine.skeleton import Skeleton, plain_config
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BYTES = 2**30  # no tensor between the layers is larger
+
 DenseFrom = Mapping[str, int | None]  # class of PackedWeight -> its `dense_from_rows`
 
 
@@ -79,6 +82,7 @@ def load_decoder(
     set_dense_from(
         decoder.module, measured_dense_from(decoder.module, activations) if dense_from is None else dense_from
     )
+    _keep_freed_memory()
     return decoder
 
 
@@ -250,6 +254,15 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _keep_freed_memory() -> None:
+    """glibc gives large tensors back as they are freed, and the next one costs a page fault for each 4 KiB of it: a
+    third of the time in which a prompt is read. From here on they stay with the process. No such call, no change."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, KEPT_BYTES)
 
 
 def _cut_head(module: Any, ids: list[int]) -> None:
