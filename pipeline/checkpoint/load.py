@@ -258,7 +258,9 @@ def _return_freed_memory() -> None:
 
 def _keep_freed_memory() -> None:
     """glibc gives large tensors back as they are freed, and the next one costs a page fault for each 4 KiB of it: a
-    third of the time in which a prompt is read. From here on they stay with the process. No such call, no change."""
+    third of the time in which a prompt is read. From here on they stay with the process; what loading took does not. No
+    such call, no change."""
+    _return_freed_memory()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
