@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from pipeline.engine import native, skeleton, step
-from pipeline.engine.cache import ContextFull, StaticCache
+from pipeline.engine.cache import CachePool, ContextFull, StaticCache
+from pipeline.engine.compiled import CompiledSteps
 from pipeline.engine.decoder import Decoder
 from pipeline.engine.linear import PackedWeight, joined
 
@@ -153,9 +154,20 @@ class LeanDecoder(Decoder):
             raise ValueError(f"engine lean: {reason}; use engine hf")
         super().__init__(LeanModel(module), max_positions)
         self.activations = activations(str(self.device), self.dtype)
+        self.steps: CompiledSteps | None = None
+        if self.device.type != "cpu":
+            self.compile_steps()
+
+    def compile_steps(self) -> None:
+        """From here on forwards of few tokens of one sequence run as compiled graphs, where that can be had."""
+        self.steps = CompiledSteps(self._step, self.module)
+        self.pool = CachePool(self.steps.cache_from(lambda positions: self._cache(positions, 1)), self.max_positions)
 
     def new_cache(self, capacity: int, batch: int = 1) -> StaticCache:  # type: ignore[override]
         self.refuse_capacity(capacity)
+        return self._cache(capacity, batch) if self.steps is None or batch > 1 else self.pool.lease(capacity)
+
+    def _cache(self, capacity: int, batch: int) -> StaticCache:
         model = self.module
         shape = (batch, model.kv_heads, capacity, model.head_dim)
         angle_PD = torch.arange(capacity, device=self.device)[:, None] * model.frequency_D.to(self.device)
@@ -171,11 +183,27 @@ class LeanDecoder(Decoder):
 
         Raises ContextFull, with the cache unchanged, when they do not fit.
         """
-        hidden_BTD = self.hidden_rows(ids_BT, cache)
+        start_B = self._room(ids_BT, cache)
+        steps = self.steps
+        step = steps if steps is not None and steps.takes(ids_BT.shape[1], cache) else self._step
+        logits_BTV = step(ids_BT, start_B, cache, last_only)
+        cache.lengths = [length + ids_BT.shape[1] for length in cache.lengths]
+        return logits_BTV
+
+    def _step(self, ids_BT: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, last_only: bool) -> torch.Tensor:
+        hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations)
+        hidden_BTD = hidden_MD.view(*ids_BT.shape, -1)
         if last_only:
             hidden_BTD = hidden_BTD[:, -1:].contiguous()
         logits_MV = self.module.head.rows(hidden_BTD.reshape(-1, hidden_BTD.shape[-1]))
         return logits_MV.view(*hidden_BTD.shape[:2], -1)
+
+    def _room(self, ids_BT: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+        """start_B. Raises ContextFull when the tokens do not fit."""
+        T = ids_BT.shape[1]
+        if max(cache.lengths) + T > cache.capacity:
+            raise ContextFull(f"{max(cache.lengths)} + {T} tokens do not fit in a cache of {cache.capacity}")
+        return torch.tensor(cache.lengths, device=self.device)
 
     @torch.inference_mode()
     def prefill(self, ids_T: torch.Tensor, cache: StaticCache) -> torch.Tensor:  # type: ignore[override]
@@ -186,13 +214,10 @@ class LeanDecoder(Decoder):
     def hidden_rows(self, ids_BT: torch.Tensor, cache: StaticCache, prompt: bool = False) -> torch.Tensor:
         """As `forward_rows` (`prompt`: `prefill`), but the final hidden states, hidden_BTD, which the head makes logits
         of."""
-        B, T = ids_BT.shape
-        if max(cache.lengths) + T > cache.capacity:
-            raise ContextFull(f"{max(cache.lengths)} + {T} tokens do not fit in a cache of {cache.capacity}")
-        start_B = torch.tensor(cache.lengths, device=self.device)
+        start_B = self._room(ids_BT, cache)
         hidden_MD = self.module.hidden(ids_BT.reshape(-1), start_B, cache, self.activations, prompt)
-        cache.lengths = [length + T for length in cache.lengths]
-        return hidden_MD.view(B, T, -1)
+        cache.lengths = [length + ids_BT.shape[1] for length in cache.lengths]
+        return hidden_MD.view(*ids_BT.shape, -1)
 
     def read_prompt(self, ids: list[int], cache: StaticCache, b: int) -> torch.Tensor:
         """Fill row b of an empty batch; returns the final hidden states, hidden_TD."""
@@ -201,6 +226,11 @@ class LeanDecoder(Decoder):
         cache.lengths[b] = row.length
         return hidden_1TD[0]
 
+    @property
+    def made(self) -> int:
+        return 0 if self.steps is None else self.steps.made
+
     def describe(self) -> dict[str, Any]:
         between = "kernels/step.cpp" if self.device.type == "cpu" and native.refusal() is None else "torch"
-        return {**super().describe(), "architecture": self.module.architecture, "between_linears": between}
+        steps = {} if self.steps is None else {"steps": self.steps.describe()}
+        return {**super().describe(), "architecture": self.module.architecture, "between_linears": between, **steps}

@@ -18,10 +18,10 @@ from pipeline.engine import native
 
 def operations(device: torch.device, head_dim: int, widths: tuple[int, ...], cache: torch.dtype) -> Any:
     """The kernels where they apply (`widths`: of the rows of norms and gates), else the functions of this file."""
+    if device.type != "cpu":
+        return STATIC
     sizes = head_dim % 16 == 0 and all(w % 16 == 0 for w in widths) and cache in (torch.float32, torch.bfloat16)
-    if device.type != "cpu" or not sizes or native.refusal() is not None:
-        return TORCH
-    return torch.ops.step
+    return torch.ops.step if sizes and native.refusal() is None else TORCH
 
 
 def rms_norm(x_MD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -54,7 +54,7 @@ def attention(
     """Causal attention of M new rows of q, k, v side by side, [M, (H + 2 G) D], after writing their keys and values.
 
     Row b of the cache takes them at `start_B[b]` and following; `window` > 0 looks back so many positions only. Tables
-    have D / 2 columns. Returns [M, H D]. Elsewhere than on a CPU shapes are static: all S positions under a mask.
+    have D / 2 columns. Returns [M, H D]. Shapes are static: all S positions under a mask.
     """
     B, G, S, D = keys_BGSD.shape
     T = len(qkv) // B
@@ -68,20 +68,36 @@ def attention(
     row_B1 = torch.arange(B, device=qkv.device)[:, None]
     keys_BGSD[row_B1, :, position_BT] = k_BTGD.to(keys_BGSD.dtype)
     values_BGSD[row_B1, :, position_BT] = v_BTGD.to(values_BGSD.dtype)
-    if qkv.device.type == "cpu":  # only what is seen: else what is free in the cache would decide how sums are rounded
-        S = int(start_B.max()) + T
     position_S = torch.arange(S, device=qkv.device)
     seen_BTS = position_S <= position_BT[..., None]
     if window:
         seen_BTS &= position_S > position_BT[..., None] - window
     mixed_BHTD = F.scaled_dot_product_attention(
         q_BTHD.transpose(1, 2),
-        keys_BGSD[:, :, :S].to(qkv.dtype),
-        values_BGSD[:, :, :S].to(qkv.dtype),
+        keys_BGSD.to(qkv.dtype),
+        values_BGSD.to(qkv.dtype),
         attn_mask=seen_BTS[:, None],
         enable_gqa=H != G,
     )
     return mixed_BHTD.transpose(1, 2).reshape(B * T, H * D)
+
+
+def attention_to_what_is_there(
+    qkv: torch.Tensor,
+    q_norm_D: torch.Tensor | None,
+    k_norm_D: torch.Tensor | None,
+    eps: float,
+    cos_PD: torch.Tensor,
+    sin_PD: torch.Tensor,
+    start_B: torch.Tensor,
+    keys_BGSD: torch.Tensor,
+    values_BGSD: torch.Tensor,
+    window: int,
+) -> torch.Tensor:
+    """`attention` over the written positions only: what is free in a cache does not decide how sums are rounded."""
+    S = int(start_B.max()) + len(qkv) // len(keys_BGSD)
+    written = keys_BGSD[:, :, :S], values_BGSD[:, :, :S]
+    return attention(qkv, q_norm_D, k_norm_D, eps, cos_PD, sin_PD, start_B, *written, window)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -90,4 +106,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-TORCH = SimpleNamespace(add_norm=add_norm, silu_mul=silu_mul, attention=attention)
+TORCH = SimpleNamespace(add_norm=add_norm, silu_mul=silu_mul, attention=attention_to_what_is_there)
+STATIC = SimpleNamespace(add_norm=add_norm, silu_mul=silu_mul, attention=attention)  # for graphs, which know no values

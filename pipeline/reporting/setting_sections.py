@@ -138,7 +138,8 @@ def environment(study: Study) -> str:
 
 def engine(readback: dict[str, Any]) -> str:
     between = f", {readback['between_linears']} between linear layers" if "between_linears" in readback else ""
-    return f"{readback['engine']}, {readback['activations_dtype']} activations{between}"
+    steps = f", steps {readback['steps']}" if "steps" in readback else ""
+    return f"{readback['engine']}, {readback['activations_dtype']} activations{between}{steps}"
 
 
 def commits(study: Study) -> str:
