@@ -68,7 +68,7 @@ class StaticCache:
 class CachePool:
     """Caches whose buffers are used again when nobody holds them, since compiled steps are bound to their addresses.
 
-    `make(positions)` makes an empty one. Positions are rounded up to multiples of `STEP`, for each is a shape of its own.
+    `make(positions)` makes an empty one. Positions are rounded up to multiples of `STEP`: each is a shape of its own.
     """
 
     STEP = 256

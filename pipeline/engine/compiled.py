@@ -55,7 +55,7 @@ class CompiledSteps:
         self.step = step
         self.device = next(module.parameters()).device
         self.reason = refusal(self.device)
-        self.shapes: set[tuple[int, int, bool]] = set()
+        self.uses: set[tuple[int, int, bool]] = set()  # tokens, address of the cache, last_only
         self.worst = 0.0  # difference of compiled logits, of the largest one
         if self.reason is None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(native.folders()[-1] / "inductor"))
@@ -78,10 +78,12 @@ class CompiledSteps:
     def takes(self, tokens: int, cache: StaticCache) -> bool:
         return self.reason is None and tokens <= MOST_TOKENS and cache.pooled
 
-    def __call__(self, ids_BT: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, last_only: bool) -> torch.Tensor:
-        shape = (ids_BT.shape[1], cache.positions, last_only)
-        if shape not in self.shapes:
-            return self._made(shape, ids_BT, start_B, cache, last_only)
+    def __call__(
+        self, ids_BT: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, last_only: bool
+    ) -> torch.Tensor:
+        use = (ids_BT.shape[1], cache.keys[0].data_ptr(), last_only)
+        if use not in self.uses:
+            return self._made(use, ids_BT, start_B, cache, last_only)
         return self._run(ids_BT, start_B, cache, last_only)
 
     def _run(self, ids_BT: torch.Tensor, start_B: torch.Tensor, cache: StaticCache, last_only: bool) -> torch.Tensor:
@@ -90,7 +92,7 @@ class CompiledSteps:
 
     def _made(
         self,
-        shape: tuple[int, int, bool],
+        use: tuple[int, int, bool],
         ids_BT: torch.Tensor,
         start_B: torch.Tensor,
         cache: StaticCache,
@@ -109,21 +111,21 @@ class CompiledSteps:
             return self.step(ids_BT, start_B, cache, last_only)
         off = float((got_BTV - expected_BTV).abs().max() / expected_BTV.abs().max())
         if not off <= AGREEMENT[expected_BTV.dtype]:
-            self.reason = f"the compiled step's logits for {shape[0]} tokens are {off:.1g} of the largest off"
+            self.reason = f"the compiled step's logits for {use[0]} tokens are {off:.1g} of the largest off"
             return self.step(ids_BT, start_B, cache, last_only)
         self.worst = max(self.worst, off)
-        self.shapes.add(shape)
+        self.uses.add(use)
         return expected_BTV
 
     @property
     def made(self) -> int:
         """Grows whenever something is compiled or recorded: no time is kept of such a step."""
-        return len(self.shapes) + graphs_compiled()
+        return len(self.uses) + graphs_compiled()
 
     def describe(self) -> str:
         if self.reason is not None:
             return f"kernel by kernel: {self.reason}"
-        counts = ", ".join(str(tokens) for tokens in sorted({tokens for tokens, _, _ in self.shapes})) or "none yet"
+        counts = ", ".join(str(tokens) for tokens in sorted({tokens for tokens, _, _ in self.uses})) or "none yet"
         recorded = self.device.type == "cuda" and not _skips()
         return f"torch.compile{', CUDA graphs' if recorded else ''} (tokens: {counts}; logits within {self.worst:.1g})"
 
