@@ -110,6 +110,78 @@ def test_the_other_kernels_equal_their_torch_form():
     assert torch.ops.step.silu_mul(torch.full((1, 32), float("nan"))).isnan().all()
 
 
+def with_kernels(decoder, form) -> LeanModel:
+    """A lean model of its module whose layers are bfloat16 or 4-bit codes in groups of 32."""
+    module = copy.deepcopy(decoder.module).bfloat16()
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            weight, bias = torch.nn.Parameter(layer.weight.data, requires_grad=False), layer.bias
+            bias = None if bias is None else bias.data
+            if form == "int4" and name != "lm_head":
+                codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+                groups = weight.shape[0], weight.shape[1] // 32
+                linear = few_rows.FewRowsInt4Linear(codes, torch.rand(groups) / 50, torch.full(groups, 7.0), bias)
+            else:
+                linear = few_rows.FewRowsLinear(weight, bias)
+            module.set_submodule(name, linear)
+    return LeanModel(module)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("form", ["bfloat16", "int4"])
+@pytest.mark.parametrize("family", ["llama-biases", "mistral-window", "qwen2-some-windows", "qwen3-norms"])
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(make_decoder, family, form):
+    kind, config = FAMILIES[family]
+    torch.manual_seed(0)
+    model = with_kernels(make_decoder(3, kind, **config), form)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "bias" in name or "norm" in name:
+            torch.nn.init.uniform_(tensor, 0.5, 1.5)
+    assert model.fused is not None
+    fused, results, tables = model.fused, [], torch.rand(2, 48, model.head_dim // 2)
+    for model.fused in (fused, None):
+        cache = StaticCache(2, (3, 2, 48, model.head_dim), torch.bfloat16, *tables)
+        hidden, at = [], torch.tensor([0, 3, 9])
+        for tokens in (5, 1, 10):
+            ids_M = torch.arange(3 * tokens) % 128
+            hidden.append(model.hidden(ids_M, at, cache, torch.float32))
+            at = at + tokens
+        results.append([*hidden, *cache.keys, *cache.values])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert results[0][0].std() > 0.1 and results[0][-1].abs().sum() > 0
+
+
+@needs_kernels
+def test_which_layers_run_in_one_call(make_decoder, monkeypatch):
+    model = with_kernels(make_decoder(3), "bfloat16")
+    fused = model.fused
+    assert fused.below == few_rows.MANY_ROWS and lean_of(make_decoder(3)).module.fused is None  # float32: no kernel
+    model.layers[1].down.dense_from_rows = 8
+    del model.fused
+    assert model.fused.below == 8
+    called = []
+    monkeypatch.setattr(
+        model.layers[1], "products", [lambda x, p=p: called.append(1) or p(x) for p in model.layers[1].products]
+    )
+    cache = StaticCache(2, (1, 2, 48, 16), torch.bfloat16, torch.rand(48, 8), torch.rand(48, 8))
+    model.hidden(torch.arange(7), torch.tensor([0]), cache, torch.float32)
+    assert called == []
+    model.hidden(torch.arange(8), torch.tensor([7]), cache, torch.float32)
+    assert called == [1] * 4
+    model.layers[0].o.input_order_K = torch.arange(64)  # act-order
+    model.layers[0].o.settle()
+    del model.fused
+    assert model.fused is None
+    moved = with_kernels(make_decoder(3), "bfloat16")
+    assert moved.fused.weights[0].dtype == torch.bfloat16 and moved.float().fused.weights[0].dtype == torch.float32
+    x, tables, lengths = torch.zeros(1, 64), torch.rand(2, 48, 8), torch.tensor([0])
+    with pytest.raises(RuntimeError, match="lists of different lengths"):
+        torch.ops.step.layers(
+            x, fused.weights[1:], fused.outputs, [0, 0], 1e-5, *tables, lengths, cache.keys, cache.values
+        )
+
+
 @needs_kernels
 @pytest.mark.usefixtures("two_threads")
 def test_a_position_beyond_the_cache_is_refused_by_the_kernel():

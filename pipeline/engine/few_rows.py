@@ -58,6 +58,10 @@ def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
 class FewRowsLinear(FullLinear):
     """A bfloat16 weight_NK read once for all rows, with products and sums in float32."""
 
+    @property
+    def kernel_tensors(self) -> tuple[torch.Tensor, None, None]:
+        return self.weight, None, None
+
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
         y_MN: torch.Tensor = torch.ops.few_rows.bf16_linear(x_MK, self.weight)
         return y_MN
@@ -137,6 +141,10 @@ class FewRowsInt4Linear(PackedWeight):
     @property
     def joins(self) -> bool:
         return self.out_features % lanes() == 0
+
+    @property
+    def kernel_tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.codes, self.scales, self.zeros
 
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
         many = len(x_MK) >= MANY_ROWS and self.group_size <= torch.ops.many_rows.depth()  # the same sums to the bit

@@ -8,7 +8,9 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from pipeline.engine import native, skeleton, step
 from pipeline.engine.cache import CachePool, ContextFull, StaticCache
 from pipeline.engine.compiled import CompiledSteps
 from pipeline.engine.decoder import Decoder
+from pipeline.engine.few_rows import MANY_ROWS
 from pipeline.engine.linear import PackedWeight, joined
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
@@ -51,8 +54,8 @@ class Joined(nn.Module):
 
     def __init__(self, *parts: PackedWeight) -> None:
         super().__init__()
-        whole = joined(list(parts))
-        self.parts = nn.ModuleList(parts if whole is None else [whole])
+        self.whole = whole = joined(list(parts))
+        self.parts = nn.ModuleList(parts if whole is None else [])
         self.rows: Products = whole.rows if whole else self._each([part.rows for part in parts])
         self.prompt_rows: Products = whole.prompt_rows if whole else self._each([part.prompt_rows for part in parts])
 
@@ -80,6 +83,33 @@ class Layer(nn.Module):
         self.prompt_products = tuple(linear.prompt_rows for linear in linears)
 
 
+@dataclass(frozen=True)
+class Fused:
+    """The layers as kernels/layers.cpp takes them, for forwards of fewer than `below` rows."""
+
+    weights: list[torch.Tensor | None]
+    outputs: list[int]
+    windows: list[int]
+    below: int
+
+    @classmethod
+    def of(cls, layers: Iterable[Any]) -> Fused | None:
+        """None where a product has no kernel there."""
+        weights: list[torch.Tensor | None] = []
+        outputs, windows, below = [], [], MANY_ROWS
+        for layer in layers:
+            weights += layer.norms
+            windows.append(layer.window)
+            for part in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear: PackedWeight | None = part.whole if isinstance(part, Joined) else part
+                if linear is None or linear.kernel_tensors is None or linear.input_order_K is not None:
+                    return None
+                weights += [*linear.kernel_tensors, linear.bias]
+                outputs.append(linear.out_features)
+                below = min(below, linear.dense_from_rows or below)
+        return cls(weights, outputs, windows, below)
+
+
 class LeanModel(nn.Module):
     """The weights of a causal LM in the order of use, taken out of a Skeleton (or transformers' module of the same
     names), which is emptied."""
@@ -102,6 +132,14 @@ class LeanModel(nn.Module):
             if isinstance(linear, PackedWeight):
                 linear.settle()
 
+    @functools.cached_property
+    def fused(self) -> Fused | None:
+        return Fused.of(self.layers)
+
+    def _apply(self, *args: Any, **options: Any) -> LeanModel:
+        self.__dict__.pop("fused", None)  # it holds the tensors themselves
+        return super()._apply(*args, **options)  # type: ignore[no-untyped-call,no-any-return]
+
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
 
@@ -119,16 +157,21 @@ class LeanModel(nn.Module):
         """x_MD after the last norm; writes the cache at `start_B` and following. `prompt`: nothing is verified here."""
         x_MD = self.embedding(ids_M).to(activations)
         op = step.operations(x_MD.device, self.head_dim, self.widths, cache.keys[0].dtype)
-        y_MD = torch.zeros_like(x_MD)
         add_norm, attention, silu_mul = op.add_norm, op.attention, op.silu_mul
         eps, cos, sin = self.eps, cache.cos_PD, cache.sin_PD
-        layer: Any
-        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
-            input_norm, output_norm, q_norm, k_norm = layer.norms
-            qkv, o, gate_up, down = layer.prompt_products if prompt else layer.products
-            q_k_v = qkv(add_norm(x_MD, y_MD, input_norm, eps))
-            y_MD = o(attention(q_k_v, q_norm, k_norm, eps, cos, sin, start_B, keys, values, layer.window))
-            y_MD = down(silu_mul(gate_up(add_norm(x_MD, y_MD, output_norm, eps))))
+        fused = self.fused if op is torch.ops.step else None
+        if fused is not None and len(x_MD) < fused.below:
+            weights = fused.weights, fused.outputs, fused.windows
+            y_MD = op.layers(x_MD, *weights, eps, cos, sin, start_B, cache.keys, cache.values)
+        else:
+            y_MD = torch.zeros_like(x_MD)
+            layer: Any
+            for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+                input_norm, output_norm, q_norm, k_norm = layer.norms
+                qkv, o, gate_up, down = layer.prompt_products if prompt else layer.products
+                q_k_v = qkv(add_norm(x_MD, y_MD, input_norm, eps))
+                y_MD = o(attention(q_k_v, q_norm, k_norm, eps, cos, sin, start_B, keys, values, layer.window))
+                y_MD = down(silu_mul(gate_up(add_norm(x_MD, y_MD, output_norm, eps))))
         hidden_MD: torch.Tensor = add_norm(x_MD, y_MD, self.norm, eps)
         return hidden_MD
 

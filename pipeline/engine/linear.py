@@ -81,6 +81,11 @@ class PackedWeight(nn.Module):
     def device(self) -> torch.device:
         return next(t for t in (*self.parameters(), *self.buffers())).device
 
+    @property
+    def kernel_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None] | None:
+        """Weight, scales and zeros as kernels/layers.cpp takes them; None where it has no kernel for this class."""
+        return None
+
     def native(self, x_MK: torch.Tensor) -> torch.Tensor:
         """y_MN without bias."""
         raise NotImplementedError

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels.h"
 #include "rows.h"
 
 namespace {
@@ -158,6 +159,9 @@ std::vector<FixedRow> pointers(const FixedRows& x, int64_t M) {
   return rows;
 }
 
+}  // namespace
+
+namespace few_rows {
 at::Tensor bf16_linear(const at::Tensor& x, const at::Tensor& w) {
   check_bf16(x, w);
   const int64_t M = x.size(0), K = w.size(1);
@@ -188,7 +192,7 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& codes, const at::T
   const Int8 w{codes.const_data_ptr<int8_t>(), scale.const_data_ptr<float>(), N, x.size(1)};
   return product(w, pointers(fixed, x.size(0)), x);
 }
-}  // namespace
+}  // namespace few_rows
 
 TORCH_LIBRARY(few_rows, m) {
   m.def("lanes() -> int", [] { return LANES; });  // outputs of a panel
@@ -197,7 +201,7 @@ TORCH_LIBRARY(few_rows, m) {
   m.def("int8_linear(Tensor x, Tensor codes, Tensor scale, int outputs) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(few_rows, CPU, m) {
-  m.impl("bf16_linear", bf16_linear);
-  m.impl("int4_linear", int4_linear);
-  m.impl("int8_linear", int8_linear);
+  m.impl("bf16_linear", few_rows::bf16_linear);
+  m.impl("int4_linear", few_rows::int4_linear);
+  m.impl("int8_linear", few_rows::int8_linear);
 }

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels.h"
 #include "vectors.h"
 
 namespace {
@@ -48,6 +49,9 @@ void normalize_rows(const float* x, const at::Tensor& weight, double eps, float*
   }
 }
 
+}  // namespace
+
+namespace step {
 // x_MD += y_MD; returns the root-mean-square norm of x times weight_D
 at::Tensor add_norm(at::Tensor x, const at::Tensor& y, const at::Tensor& weight, double eps) {
   const int64_t M = x.size(0), D = x.size(1);
@@ -79,6 +83,9 @@ at::Tensor silu_mul(const at::Tensor& gate_up) {
   return out;
 }
 
+}  // namespace step
+
+namespace {
 // Rotates pairs (d, d + D / 2), as transformers' Llama does.
 void rotate(float* x, const float* cos, const float* sin, int64_t D) {
   for (int64_t d = 0; d < D / 2; d++) {
@@ -232,6 +239,9 @@ struct Attention {
   }
 };
 
+}  // namespace
+
+namespace step {
 // qkv [M, (H + 2 G) D] (changed in place: norms of q and k where given, rotation), tables [P, D / 2], start [B];
 // writes keys and values [B, G, S, D] at start..start + T; window 0 = all positions. Returns [M, H D].
 at::Tensor attention(at::Tensor qkv, const std::optional<at::Tensor>& q_norm, const std::optional<at::Tensor>& k_norm,
@@ -256,7 +266,7 @@ at::Tensor attention(at::Tensor qkv, const std::optional<at::Tensor>& q_norm, co
   else with(keys.data_ptr<at::BFloat16>(), values.data_ptr<at::BFloat16>());
   return out;
 }
-}  // namespace
+}  // namespace step
 
 TORCH_LIBRARY(step, m) {
   m.def("add_norm(Tensor(a!) x, Tensor y, Tensor weight, float eps) -> Tensor");
@@ -265,7 +275,7 @@ TORCH_LIBRARY(step, m) {
         "Tensor(b!) keys, Tensor(c!) values, int window) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(step, CPU, m) {
-  m.impl("add_norm", add_norm);
-  m.impl("silu_mul", silu_mul);
-  m.impl("attention", attention);
+  m.impl("add_norm", step::add_norm);
+  m.impl("silu_mul", step::silu_mul);
+  m.impl("attention", step::attention);
 }
